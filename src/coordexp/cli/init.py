@@ -6,17 +6,12 @@ import importlib.util
 import math
 import os
 import shutil
-import statistics
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from string import Template
 from typing import Literal
-
-from PIL.Image import Resampling
 
 from coordexp.checkpoints.card import Card, Training, read_card
 from coordexp.checkpoints.describe import weight_shapes
@@ -31,11 +26,11 @@ from coordexp.coords import serialize_objects
 from coordexp.data.class_list import unseen_note
 from coordexp.data.dataset_check import objects_problem
 from coordexp.data.files import asset
-from coordexp.data.images import open_rgb
 from coordexp.data.jsonl import check_dataset, read_jsonl
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import METRICS
 from coordexp.hub import name_of
+from coordexp.inference.session import size_note
 from coordexp.reading import parse_yaml
 from coordexp.records import ImageRecord
 
@@ -56,9 +51,7 @@ _TRAINED_PER_ANSWER = 4  # least number of images trained on for each one that e
 _MISSES_MOST = 0.5  # recall below which stage 2 is not recommended
 _FILLED = 0.95  # of a row, on average, by the samples of a micro-step
 _TYPICAL = 200  # samples whose answers are counted for their mean
-_TIMED = 7  # photos that are read to learn how long it takes
-_FLOP_PER_S = 0.4 * 989e12  # of an H100 in training, at best
-_ROW_S = 6000 * 4e-6  # least seconds of a packed row: a GPU is sent 6,000 kernels, as the profile of 2B counted
+_LOADERS = 4  # loader processes next to a GPU, at most
 _CROWD = 6.0  # objects per image, on average, from which the study's recipe for crowds is better
 _USABLE = 0.85  # of a GPU's memory: the rest is CUDA's and fragmentation
 _ENGINE_LEAST = 6_000_000_000  # bytes that an engine needs next to its weights: activations, cache, CUDA graphs
@@ -69,8 +62,7 @@ _LEFT_OUT = "\0"  # ends a line that is not written; YAML has no such character
 @dataclass(frozen=True, slots=True)
 class DataAtHand:
     """The dataset of a run; ``evaluated``: images of ``val``. Samples and answers: approximate numbers of tokens.
-    ``photos``: a few, with the size to which the processor resizes them. ``notes``: data that does not fit the
-    model."""
+    ``notes``: data that does not fit the model."""
 
     train: Path
     val: Path | None
@@ -83,7 +75,6 @@ class DataAtHand:
     mean_sample: float
     mean_answer: float
     positions: int
-    photos: tuple[tuple[Path, tuple[int, int]], ...]
     notes: tuple[str, ...] = ()
 
 
@@ -137,50 +128,16 @@ def look_at(data: Path, model: Path, val: Path | None = None) -> DataAtHand:
     notes = _misfits(records, set(labels), card, model)
     if (unseen := unseen_note(records, evaluated)) is not None:
         notes += (f"{val}: {unseen}",)
-    few = records[:: max(1, len(records) // _TIMED)][:_TIMED]
-    photos = tuple((record.image, rule.size(record.width, record.height)) for record in few)
     return DataAtHand(
         train, val, len(records), len(evaluated), len(labels), len(set(labels)), sample, answer,
-        mean_sample, mean_answer, positions, photos, notes,
+        mean_sample, mean_answer, positions, notes,
     )  # fmt: skip
 
 
-@cache
-def _loading_seconds(photos: Sequence[tuple[Path, tuple[int, int]]]) -> float:
-    """Seconds in which one process reads a photo and resizes it: the median, because the first one loads a decoder."""
-    taken = []
-    for path, size in photos:
-        began = time.perf_counter()
-        open_rgb(path).resize(size, Resampling.BICUBIC)
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
-
-
-def _loaders(at_hand: DataAtHand, parameters: int, adapters: bool, samples: int) -> tuple[int, str]:
-    """Loader processes with which an H100 would hardly wait for photos, and why. ``samples``: of a row."""
-    computing_s = (4 if adapters else 6) * parameters * at_hand.mean_sample / _FLOP_PER_S
-    training_s = max(computing_s, _ROW_S / samples)
-    loading_s = _loading_seconds(at_hand.photos)
-    needed, cores = math.ceil(loading_s / training_s) + 1, max(1, len(os.sched_getaffinity(0)) - 1)
-    why = (
-        f"a photo takes {1e3 * loading_s:.1f} ms to read, and training on it about {1e3 * training_s:.1f} ms on an H100"
-    )
-    return min(needed, cores), why + (
-        f"; {needed} would be needed, but this machine has too few cores" * (needed > cores)
-    )
-
-
 def _misfits(records: Sequence[ImageRecord], labels: set[str], card: Card, model: Path) -> tuple[str, ...]:
-    notes = []
-    seen = replace(card.preparation, resize=None)  # training does not resize
-    unlike = [record for record in records if seen.is_unlike_training(record.width, record.height)]
-    if unlike and seen.seen_pixels is not None:
-        most, first = seen.seen_pixels[1], unlike[0]
-        notes.append(
-            f"{len(unlike)} of {len(records)} images are far from the size that {model} was trained at "
-            f"({most:,} pixels), the first is {first.sample_id} ({first.width}x{first.height}); it learns faster from "
-            f"images of that size: convert the data with --max-pixels {most}"
-        )
+    advice = "it learns faster from images of that size: convert the data with --max-pixels {most}"
+    size = size_note(records, replace(card.preparation, resize=None), advice)  # training does not resize
+    notes = [] if size is None else [size]
     new = sorted(labels.difference(card.classes)) if card.classes else []
     if new:
         named = ", ".join(new[:5]) + (", …" if len(new) > 5 else "")
@@ -240,8 +197,6 @@ class Decision:
     logging_steps: int
     recompute_every: int
     memory: str = "a small model needs little memory"
-    loaders: int = 0
-    loaders_note: str = "the trainer's own process reads photos"
     engine: Engine | None = None
 
 
@@ -314,8 +269,7 @@ def decide(
         if peak <= ROOMY * gpu_bytes:
             decision = replace(candidate, memory=f"{peak / 1e9:.0f} of {gpu_bytes / 1e9:.0f} GB by estimate")
             break
-    loaders, note = _loaders(at_hand, parameters, decision.lora, decision.samples)
-    return replace(decision, loaders=loaders, loaders_note=note)
+    return decision
 
 
 def _fit(at_hand: DataAtHand, stage: Stage, batch: int, most: int, longest_row: int) -> tuple[int, int]:
@@ -372,7 +326,7 @@ def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -
         "prompt": run and run.prompt,
         "object_field_order": run.object_field_order if run else "desc_first",
         "object_ordering": run.object_ordering if run else "sorted",
-        "loaders": decision.loaders,
+        "loaders": 0 if decision.cpu else min(_LOADERS, max(1, len(os.sched_getaffinity(0)) - 1)),
         "train": str(at_hand.train),
         "val": None if at_hand.val is None else str(at_hand.val),
         "output": str(output),
@@ -400,7 +354,6 @@ def render(decision: Decision, at_hand: DataAtHand, model: Path, output: Path) -
         "classes": at_hand.classes,
         "longest_sample": at_hand.longest_sample,
         "density": f"{density:.1f}",
-        "loaders_note": decision.loaders_note,
         "memory": decision.memory,
         "engine_note": engine and engine.note,
     }

@@ -403,18 +403,6 @@ def test_the_samples_of_a_micro_step_fill_a_row_and_do_not_wait_for_one(
         assert least < run.training.per_device_train_batch_size * mean / run.global_max_length < 1
 
 
-def test_loader_processes_are_chosen_by_the_time_that_photos_take(
-    data: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
-    for photo_s, least, most in ((0.0, 1, 1), (1.0, 15, 15)):
-        monkeypatch.setattr("coordexp.cli.init._loading_seconds", lambda _, s=photo_s: s)
-        assert cli("init", data, "--model", DEMO, "--gpu", "--overwrite").code == 0
-        assert least <= load_config("stage1.yaml").data.num_workers <= most
-        (line,) = (one for one in Path("stage1.yaml").read_text().splitlines() if "num_workers" in one)
-        assert f"a photo takes {1e3 * photo_s:.1f} ms to read" in line and ("would be needed" in line) == (photo_s > 0)
-
-
 @pytest.mark.parametrize(("gigabytes", "every"), [(80, 2), (95, 4), (150, 0), (60, 1)])
 def test_activations_are_recomputed_in_as_few_layers_as_memory_allows(gigabytes: float, every: int, data: Path) -> None:
     """All weights of 2B, with an estimate of 44 GB, and 44 GB more if no layer recomputes."""
