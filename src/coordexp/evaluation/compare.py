@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 import numpy as np
 from rich.table import Table
@@ -17,7 +16,6 @@ from coordexp.evaluation.coco_results import average_precision
 from coordexp.evaluation.detection import (
     DENSITIES,
     IOU_THRESHOLD,
-    ImageCounts,
     count_image,
     detection_metrics,
     match_answer,
@@ -93,6 +91,18 @@ class Ledger:
     repeats_b: Share
 
 
+# What each share of a ledger is of what, as counts of an image.
+_PARTS = {
+    "kept": ("kept", "found"),
+    "lost": ("lost", "found"),
+    "gained": ("gained", "missed"),
+    "false_gained": ("false_gained", "pred_b"),
+    "false_lost": ("false_lost", "pred_a"),
+    "repeats_a": ("duplicates_a", "pred_a"),
+    "repeats_b": ("duplicates_b", "pred_b"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """``figures`` of all images; the ``ledger`` of single objects; ``by_class`` of the annotated descriptions, most
@@ -136,7 +146,11 @@ def compare(
         difference_R = np.array([after[name] - before[name] for before, after in zip(*drawn, strict=True)])
         figures.append(Difference(name, whole_a[name], whole_b[name], _interval(difference_R)))
 
-    ledger = _ledger([_changes(before, after) for before, after in zip(a, b, strict=True)], counted, weights_RN)
+    changes: list[dict[str, float]] = []
+    for before, after, *counts in zip(a, b, *counted, strict=True):
+        duplicates = {f"duplicates_{run}": part.counts["duplicates"] for run, part in zip("ab", counts, strict=True)}
+        changes.append(_changes(before, after) | duplicates)
+    ledger = Ledger(**_shares(_PARTS, changes, [weights_RN]))
     images_of: defaultdict[str, set[int]] = defaultdict(set)
     for run in counted:
         for n, part in enumerate(run):
@@ -165,32 +179,25 @@ def changed_rates(first: Sequence[ImageAnswer], later: Sequence[ImageAnswer]) ->
     and its interval 0 to 1."""
     changes = [_changes(before, after) for before, after in zip(first, later, strict=True)]
     rates: dict[str, float] = {}
-    shares = {"lost": "found", "gained": "missed", "false_gained": "pred"}
-    columns = {name: np.array([one[name] for one in changes], np.float64) for name in {*shares, *shares.values()}}
-    sums_R = _drawn_sums(columns, len(changes))
-    for part, whole in shares.items():
-        share = _share(columns, sums_R, part, whole)
+    for name, share in _shares(("lost", "gained", "false_gained"), changes, _weights_in_parts(len(changes))).items():
         low, high = share.interval if share.whole else (0.0, 1.0)
-        rates |= {f"{part}_rate": share.value, f"{part}_rate_low": low, f"{part}_rate_high": high}
+        rates |= {f"{name}_rate": share.value, f"{name}_rate_low": low, f"{name}_rate_high": high}
     return rates
 
 
-def _drawn_sums(columns: Mapping[str, np.ndarray], images: int) -> dict[str, np.ndarray]:
-    """Sums of columns over each of :data:`RESAMPLES`, a few at a time: a validation set may be large."""
+def _weights_in_parts(images: int) -> Iterator[np.ndarray]:
+    # The weights of RESAMPLES, a few resamples at a time: a validation set may be large.
     if not images:
-        return {name: np.zeros(RESAMPLES) for name in columns}
+        yield np.zeros((RESAMPLES, 0))
+        return
     generator = np.random.default_rng(0)
     at_once = max(1, _MOST_WEIGHTS // images)
-    sums: dict[str, list[np.ndarray]] = {name: [] for name in columns}
     for done in range(0, RESAMPLES, at_once):
-        weights_RN = _image_weights(generator, images, min(at_once, RESAMPLES - done))
-        for name, column_N in columns.items():
-            sums[name].append(weights_RN @ column_N)
-    return {name: np.concatenate(parts) for name, parts in sums.items()}
+        yield _image_weights(generator, images, min(at_once, RESAMPLES - done))
 
 
-def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
-    """One image's part of the ledger. ``pred``: predictions of ``after`` that are right or wrong."""
+def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, float]:
+    """One image's part of the ledger. ``pred_a``, ``pred_b``: predictions that are right or wrong."""
     gt = before.gt or ()
     annotated = {j for j, obj in enumerate(gt) if obj.soft is None}
     found, wrong, judged = [], [], []
@@ -205,7 +212,7 @@ def _changes(before: ImageAnswer, after: ImageAnswer) -> dict[str, int]:
         "found": len(found[0]), "missed": len(annotated - found[0]), "kept": len(found[0] & found[1]),
         "lost": len(found[0] - found[1]), "gained": len(found[1] - found[0]),
         "false_lost": len(wrong[0]) - same_wrong, "false_gained": len(wrong[1]) - same_wrong,
-        "pred": judged[1],
+        "pred_a": judged[0], "pred_b": judged[1],
     }  # fmt: skip
 
 
@@ -214,31 +221,20 @@ def _image_weights(generator: np.random.Generator, images: int, resamples: int) 
     return generator.multinomial(images, np.full(images, 1 / images), size=resamples)
 
 
-def _share(columns: Mapping[str, np.ndarray], sums_R: Mapping[str, np.ndarray], part: str, whole: str) -> Share:
-    # Resamples with nothing to count have no share.
-    is_any_R = sums_R[whole] > 0
-    ratio_R = sums_R[part][is_any_R] / sums_R[whole][is_any_R]
-    interval = _interval(ratio_R) if len(ratio_R) else (0.0, 0.0)
-    return Share(int(columns[part].sum()), int(columns[whole].sum()), interval)
-
-
-def _ledger(
-    changes: Sequence[Mapping[str, int]], counted: Sequence[Sequence[ImageCounts]], weights_RN: np.ndarray
-) -> Ledger:
-    columns = {name: np.array([one[name] for one in changes], np.float64) for name in changes[0]}
-    for run, parts in zip("ab", counted, strict=True):
-        for name in ("pred", "duplicates"):
-            columns[f"{name}_{run}"] = np.array([part.counts[name] for part in parts], np.float64)
-    share = partial(_share, columns, {name: weights_RN @ column_N for name, column_N in columns.items()})
-    return Ledger(
-        kept=share("kept", "found"),
-        lost=share("lost", "found"),
-        gained=share("gained", "missed"),
-        false_gained=share("false_gained", "pred_b"),
-        false_lost=share("false_lost", "pred_a"),
-        repeats_a=share("duplicates_a", "pred_a"),
-        repeats_b=share("duplicates_b", "pred_b"),
-    )
+def _shares(
+    names: Iterable[str], changes: Sequence[Mapping[str, float]], weights: Iterable[np.ndarray]
+) -> dict[str, Share]:
+    """Shares of :class:`Ledger` by name. ``weights``: of all resamples, in parts of (R, N)."""
+    columns = {key: np.array([one[key] for one in changes], np.float64) for name in names for key in _PARTS[name]}
+    sums = [{key: weights_RN @ column_N for key, column_N in columns.items()} for weights_RN in weights]
+    shares = {}
+    for name in names:
+        part, whole = _PARTS[name]
+        part_R, whole_R = (np.concatenate([one[key] for one in sums]) for key in (part, whole))
+        is_any_R = whole_R > 0  # resamples with nothing to count have no share
+        interval = _interval(part_R[is_any_R] / whole_R[is_any_R]) if is_any_R.any() else (0.0, 0.0)
+        shares[name] = Share(int(columns[part].sum()), int(columns[whole].sum()), interval)
+    return shares
 
 
 def _group(
