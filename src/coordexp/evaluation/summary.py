@@ -15,7 +15,6 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.checkpoints.fingerprints import is_same
 from coordexp.config.rollout import EvalDetectionConfig
 from coordexp.data.files import check_writable, whole_file, write_atomically
 from coordexp.errors import DataError
@@ -198,8 +197,7 @@ _OPTIONAL = ("classes", "answers", "tiles", "aliases", "embedder", "embedding_th
 
 def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -> None:
     """Raise DataError if :func:`write_summary` would replace other answers or an evaluation of something else in
-    ``folder``; ``overwrite`` allows it; or could not write there. Mappings in ``about`` are compared key by key,
-    unless the earlier evaluation has none of that name: an earlier version of CoordExp did not write them."""
+    ``folder``; ``overwrite`` allows it; or could not write there."""
     check_writable(folder, "name another folder with --out")
     if overwrite or not folder.exists():
         return
@@ -210,20 +208,15 @@ def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -
                 path=folder,
             )
         return
-    earlier, now = read_json(folder / METRICS), json.loads(json.dumps(dict(about)))
-    now |= dict.fromkeys(name for name in _OPTIONAL if name not in now)
-    for name in [name for name, value in now.items() if isinstance(value, dict)]:
-        settings, before = now.pop(name), earlier.get(name)
-        if isinstance(before, dict):
-            now |= dict.fromkeys(before) | settings
-            earlier |= dict.fromkeys(settings) | before
-    before, prints = earlier.get("fingerprints"), now.get("fingerprints") or []
-    if isinstance(before, list) and len(before) == len(prints) and all(map(is_same, before, prints)):
-        earlier["fingerprints"] = prints
-    other = [name for name in now if earlier.get(name) != now[name]]
-    if other:
+    content = read_json(folder / METRICS)
+    now = dict.fromkeys(_OPTIONAL) | json.loads(json.dumps(dict(about)))
+    earlier = {name: content.get(name) for name in now}
+    for settings in (earlier, now):
+        settings |= settings.pop("answering", None) or {}
+    other = next((name for name in earlier | now if earlier.get(name) != now.get(name)), None)
+    if other is not None:
         raise DataError(
-            f"holds an evaluation with another {other[0]} ({earlier.get(other[0])}, now {now[other[0]]}); name another "
+            f"holds an evaluation with another {other} ({earlier.get(other)}, now {now.get(other)}); name another "
             "folder with --out, or add --overwrite",
             path=folder,
         )

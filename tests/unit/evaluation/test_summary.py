@@ -286,14 +286,6 @@ def test_the_order_of_annotations_does_not_matter_to_a_comparison() -> None:
         compare([answered([CAT, DOG], [CAT])], [answered([CAT, CAT], [CAT])], resamples=10)
 
 
-def test_the_evaluation_of_an_earlier_version_may_be_repeated(tmp_path: Path) -> None:
-    (tmp_path / "metrics.json").write_text(json.dumps({"fingerprints": ["0a-6-whole", "0b-7-whole"]}))
-    check_replaced(tmp_path, {"fingerprints": ["0a-6-whole-0c", "0b-7-whole"]}, False)
-    for other in (["0a-6-whole-0c", "0b-8-whole"], ["0a-6-whole-0c"]):
-        with pytest.raises(DataError, match="another fingerprints"):
-            check_replaced(tmp_path, {"fingerprints": other}, False)
-
-
 @pytest.mark.parametrize(
     ("earlier", "now"),
     [({"aliases": "a.yaml"}, {}), ({}, {"aliases": "a.yaml"}), ({}, {"score": "constant"}),
