@@ -53,11 +53,7 @@ def is_dataset(path: Path) -> bool:
         return False
     with path.open("rb") as lines:
         first = next((line for line in lines if line.strip()), b"")
-    try:
-        content = json.loads(first)
-    except ValueError:  # its reader says what is wrong
-        return b'"images"' in first
-    return isinstance(content, dict) and "images" in content
+    return re.search(rb'"images"\s*:', first) is not None  # also in a line that its reader will refuse
 
 
 def dataset_answers(records: Iterable[ImageRecord], *, annotations: bool) -> list[ImageAnswer]:
@@ -208,15 +204,12 @@ def export_yolo(
     are_polygons = any(obj.kind == "poly" for answer in answers for obj in answer.pred)
     used = [obj.desc for answer in answers for obj in answer.pred]
     numbers, notes = _numbers(used, terms, 0)
-    files, num_rectangles, num_boxes = [], 0, 0
+    files = []
     for answer, original, name in _with_paths(answers, ".txt"):
         lines = []
         for detection in answer.pred:
-            num_boxes += detection.kind == "bbox_2d"
             if rotated or are_polygons:
-                ring = pixel_ring(detection, original.width, original.height)
-                if rotated and len(ring) != 4:
-                    ring, num_rectangles = smallest_rectangle(ring), num_rectangles + 1
+                ring = (_four_corners if rotated else pixel_ring)(detection, original.width, original.height)
                 values = [share for x, y in ring for share in (x / original.width, y / original.height)]
             else:
                 x1, y1, x2, y2 = pixel_box(detection, original.width, original.height)
@@ -231,26 +224,27 @@ def export_yolo(
     by_number = numbers.names(used).items()
     named = "".join(f"  {k}: {printable(json.dumps(name, ensure_ascii=False))}\n" for k, name in by_number)
     files.append(_write(out / "data.yaml", f"train: images\nval: images\nnames:\n{named}"))
-    if are_polygons and num_boxes and not rotated:
+    if rotated:
+        return Exported(files, [*notes, *_rectangles(answers)])
+    num_boxes = sum(obj.kind == "bbox_2d" for answer in answers for obj in answer.pred)
+    if are_polygons and num_boxes:
         notes.append(f"{num_boxes} boxes are written as polygons of four corners, as YOLO reads no mixture of both")
-    return Exported(files, [*notes, *_rectangles(num_rectangles)])
+    return Exported(files, notes)
 
 
 def export_dota(answers: Sequence[ImageAnswer], out: Path, terms: UsersTerms) -> Exported:
     """``labelTxt/NAME.txt``: ``x1 y1 x2 y2 x3 y3 x4 y4 class difficult`` in pixels. Spaces of class names become ``_``,
     because DOTA's readers split lines at spaces."""
-    files, num_rectangles = [], 0
+    files = []
     written, notes = _written(answers, lambda name: printable("_".join(name.split())))
     for answer, original, name in _with_paths(answers, ".txt"):
         lines = []
         for detection in answer.pred:
-            ring = pixel_ring(detection, original.width, original.height)
-            if len(ring) != 4:
-                ring, num_rectangles = smallest_rectangle(ring), num_rectangles + 1
+            ring = _four_corners(detection, original.width, original.height)
             corners = " ".join(f"{value:.2f}" for point in ring for value in point)
             lines.append(f"{corners} {written[detection.desc]} 0\n")
         files.append(_write(out / "labelTxt" / name, "".join(lines)))
-    return Exported(files, [*notes, *_rectangles(num_rectangles)])
+    return Exported(files, [*notes, *_rectangles(answers)])
 
 
 def _written(answers: Sequence[ImageAnswer], write: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:
@@ -271,7 +265,13 @@ def _written(answers: Sequence[ImageAnswer], write: Callable[[str], str]) -> tup
     return written, [note] if changed else []
 
 
-def _rectangles(count: int) -> list[str]:
+def _four_corners(obj: ScoredObject, width: int, height: int) -> Sequence[tuple[float, float]]:
+    ring = pixel_ring(obj, width, height)
+    return ring if len(ring) == 4 else smallest_rectangle(ring)
+
+
+def _rectangles(answers: Sequence[ImageAnswer]) -> list[str]:
+    count = sum(obj.kind == "poly" and len(obj.bins) != 8 for answer in answers for obj in answer.pred)
     if not count:
         return []
     return [f"{count} polygons do not have four points; each is written as the smallest rotated rectangle around it"]
