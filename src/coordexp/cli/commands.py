@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import io
 import logging
-import os
 import re
 import signal
 import sys
@@ -28,7 +27,7 @@ from coordexp.cli.data import data_app
 from coordexp.cli.model import model_app
 from coordexp.cli.train import config_app
 from coordexp.cli.usage import App
-from coordexp.errors import DISK_FULL, CoordExpError, RunFinished, RunStopped, shortened
+from coordexp.errors import CoordExpError, RunFinished, RunStopped, shortened
 from coordexp.out_of_memory import describe
 from coordexp.printable import PrintableFilter
 
@@ -231,22 +230,10 @@ _FIXES = {
 def _system_error(error: OSError) -> str:
     """One line: path, reason, fix."""
     paths = " -> ".join(shortened(str(path)) for path in (error.filename, error.filename2) if path is not None)
-    if not paths and error.errno in (*DISK_FULL, errno.EIO) and _is_output_full():
-        paths = "standard output"
-    if error.errno == errno.ENOENT and not _folder_is_there():
-        return "the folder in which this command was started is gone; cd to another one"
     reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
     fix = _FIXES.get(error.errno or 0, "coordexp --debug COMMAND shows where")
     notes = getattr(error, "__notes__", ())  # how to continue
     return (f"{paths}: " if paths else "") + "; ".join([reason, fix, *notes])
-
-
-def _folder_is_there() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _name_without_text(error: Exception) -> str | None:
@@ -255,12 +242,3 @@ def _name_without_text(error: Exception) -> str | None:
         return None
     before, after = error.object[: error.start], error.object[error.start :]
     return re.split(r'["\n]', before)[-1] + re.split(r'["\n]', after)[0]
-
-
-def _is_output_full() -> bool:
-    # Errors in writing to a stream name no file.
-    try:
-        os.write(1, b"\n")
-    except OSError:
-        return True
-    return False
