@@ -13,7 +13,7 @@ import numpy as np
 from coordexp.checkpoints.card import Calibration, logit
 from coordexp.errors import DataError
 from coordexp.evaluation.answers import ImageAnswer
-from coordexp.evaluation.detection import IOU_THRESHOLD, count_image, ignored_predictions, match_by_desc, sum_counts
+from coordexp.evaluation.detection import IOU_THRESHOLD, count_image, judged, sum_counts
 
 ALL = "(all)"
 LEAST_OBJECTS = 20  # predictions, for two numbers
@@ -48,10 +48,9 @@ def outcomes(answers: Sequence[ImageAnswer], iou: float = IOU_THRESHOLD) -> list
     one, with an equal description and a mask IoU from ``iou``. Predictions that found a soft object are left out."""
     found = []
     for answer in answers:
-        ignored = ignored_predictions(answer, iou)
-        kept = [obj for i, obj in enumerate(answer.pred) if i not in ignored]
-        right = {i for i, _, _ in match_by_desc(kept, answer.truth, iou)}
-        found += [(o.desc, o.confidence, i in right) for i, o in enumerate(kept) if o.confidence is not None]
+        objects, _, assign = judged(answer, iou)
+        right = {i for i, _, _ in assign(True)}
+        found += [(o.desc, o.confidence, i in right) for i, o in enumerate(objects) if o.confidence is not None]
     return found
 
 

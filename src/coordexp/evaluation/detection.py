@@ -12,7 +12,7 @@ import numpy as np
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
 from coordexp.geometry import aabbs, mask_iou_pairs, overlapping_boxes
 from coordexp.matching import DescribedShape, MatchingConfig, assign_pairs, duplicate_indices
-from coordexp.records import NUM_BINS, PredictedObject
+from coordexp.records import NUM_BINS, GTObject, PredictedObject
 
 IOU_THRESHOLD = 0.5
 GIANT = 0.8  # of the image's area
@@ -96,13 +96,19 @@ def assigner(
     return assign
 
 
-def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
-    """The counts of one answer. Soft objects are not ground truth, and predictions that found one are not counted.
-    Raises DataError if the image has no annotations."""
+def judged(
+    answer: ImageAnswer, threshold: float = IOU_THRESHOLD
+) -> tuple[list[ScoredObject], tuple[GTObject, ...], Callable[[bool], list[tuple[int, int, float]]]]:
+    """The predictions that are right or wrong, the annotated objects, and their :func:`assigner`. Soft objects are not
+    ground truth, and predictions that found one are neither. Raises DataError if the image has no annotations."""
     ignored = ignored_predictions(answer, threshold)
     objects = [prediction for i, prediction in enumerate(answer.pred) if i not in ignored]
-    truth = answer.truth
-    assign = assigner(objects, truth, threshold)
+    return objects, answer.truth, assigner(objects, answer.truth, threshold)
+
+
+def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
+    """The counts of one answer, of what is :func:`judged`."""
+    objects, truth, assign = judged(answer, threshold)
     matched = assign(True)
     unmatched = sorted(set(range(len(objects))) - {i for i, _, _ in matched})
     box_N4 = aabbs([objects[i] for i in unmatched])

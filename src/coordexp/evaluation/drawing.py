@@ -15,7 +15,7 @@ from coordexp.coords import CoordVocab, serialize_objects
 from coordexp.data.files import naming
 from coordexp.data.images import JPEG_SUFFIXES, open_rgb, rgb_of
 from coordexp.evaluation.answers import ImageAnswer, ScoredObject
-from coordexp.evaluation.detection import ignored_predictions, match_answer, match_by_desc
+from coordexp.evaluation.detection import judged, match_answer
 from coordexp.geometry import pixel_box, pixel_ring
 from coordexp.parsing import parse_rollout
 from coordexp.printable import printable
@@ -147,8 +147,8 @@ def most_informative_images(runs: Sequence[Sequence[ImageAnswer]], most: int) ->
     runs' numbers of mistakes differ most. Ties go to the earlier image; images without either are left out."""
 
     def mistakes(answer: ImageAnswer) -> int:
-        counted = len(answer.truth) + len(answer.pred) - len(ignored_predictions(answer))
-        return counted - 2 * len(match_by_desc(answer.pred, answer.truth))
+        objects, truth, assign = judged(answer)
+        return len(objects) + len(truth) - 2 * len(assign(True))
 
     mistakes_RN = [[mistakes(answer) for answer in run] for run in runs]
     spread_N = [max(column) - min(column) if len(runs) > 1 else column[0] for column in zip(*mistakes_RN, strict=True)]

@@ -34,10 +34,10 @@ from coordexp.evaluation.detection import (
     DENSITIES,
     IOU_THRESHOLD,
     OTHER_DESC,
-    assigner,
     count_image,
     detection_metrics,
     ignored_predictions,
+    judged,
     sum_counts,
 )
 from coordexp.evaluation.export import cell_text
@@ -371,10 +371,8 @@ def confusion(answers: Sequence[ImageAnswer], most: int = _CLASSES) -> Confusion
     names = _by_frequency(answers)[:most]
     pairs: Counter[tuple[str, str]] = Counter()
     for answer in answers:
-        ignored = ignored_predictions(answer)
-        objects = [obj for i, obj in enumerate(answer.pred) if i not in ignored]
-        truth = answer.truth
-        matched = assigner(objects, truth, IOU_THRESHOLD)(False)
+        objects, truth, assign = judged(answer)
+        matched = assign(False)
         rows = [obj.desc if obj.desc in names else OTHERS for obj in truth]
         columns = [obj.desc if obj.desc in names else OTHERS for obj in objects]
         pairs.update((rows[j], columns[i]) for i, j, _ in matched)
