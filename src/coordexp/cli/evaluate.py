@@ -231,8 +231,8 @@ def _evaluate_saved(source: Path, options: EvaluationOptions, rename: Renaming) 
     from coordexp.evaluation.summary import check_replaced, summarise, write_summary
 
     console = open_console(stderr=options.as_json)
-    about = {"predictions": str(source), "limit": options.limit, **rename.about}
-    about |= {} if options.constant_score is None else {"score": "constant"}
+    score = None if options.constant_score is None else "constant"
+    about = {"predictions": str(source), "limit": options.limit, "score": score, **rename.about}
     if options.out is not None:
         check_replaced(options.out, about, options.overwrite)
     saved = read_answers(source)[: options.limit]

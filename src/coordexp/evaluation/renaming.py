@@ -20,21 +20,24 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 
+_SETTINGS: tuple[str, ...] = ("aliases", "embedder", "embedding_threshold")
+
+
 @dataclass(frozen=True, slots=True)
 class Renaming:
     """Renames predictions by aliases (``class_of``), then those that are still annotated nowhere by a text encoder, if
-    the cosine is at least ``threshold``. ``about`` names both files."""
+    the cosine is at least ``threshold``. ``about`` names both files, or None."""
 
     class_of: Mapping[str, str] | None = None
     encoder: SentenceTransformer | None = None
     threshold: float = 0.0
-    about: Mapping[str, object] = field(default_factory=dict)
+    about: Mapping[str, object] = field(default_factory=lambda: dict.fromkeys(_SETTINGS))
 
     @classmethod
     def from_files(cls, aliases: Path | None, embedder: Path | None, threshold: float) -> Renaming:
         """Raises as :func:`read_aliases` and :func:`load_encoder`."""
-        about = {} if aliases is None else {"aliases": str(aliases)}
-        about |= {} if embedder is None else {"embedder": str(embedder), "embedding_threshold": threshold}
+        named = (aliases and str(aliases), embedder and str(embedder), embedder and threshold)
+        about: dict[str, object] = dict(zip(_SETTINGS, named, strict=True))
         class_of = None if aliases is None else read_aliases(aliases)
         return cls(class_of, None if embedder is None else load_encoder(embedder), threshold, about)
 

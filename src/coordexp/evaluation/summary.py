@@ -191,10 +191,6 @@ def _row(name: str, counts: Mapping[str, float], ap: float | None) -> GroupRow:
     )
 
 
-# Settings that an evaluation without them does not name.
-_OPTIONAL = ("classes", "answers", "tiles", "aliases", "embedder", "embedding_threshold", "score")
-
-
 def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -> None:
     """Raise DataError if :func:`write_summary` would replace other answers or an evaluation of something else in
     ``folder``; ``overwrite`` allows it; or could not write there."""
@@ -208,16 +204,12 @@ def check_replaced(folder: Path, about: Mapping[str, object], overwrite: bool) -
                 path=folder,
             )
         return
-    content = read_json(folder / METRICS)
-    now = dict.fromkeys(_OPTIONAL) | json.loads(json.dumps(dict(about)))
-    earlier = {name: content.get(name) for name in now}
-    for settings in (earlier, now):
-        settings |= settings.pop("answering", None) or {}
-    other = next((name for name in earlier | now if earlier.get(name) != now.get(name)), None)
+    earlier, now = read_json(folder / METRICS), json.loads(json.dumps(dict(about)))
+    other = next((name for name in now if earlier.get(name) != now[name]), None)
     if other is not None:
         raise DataError(
-            f"holds an evaluation with another {other} ({earlier.get(other)}, now {now.get(other)}); name another "
-            "folder with --out, or add --overwrite",
+            f"holds an evaluation with another {other} ({earlier.get(other)}, now {now[other]}); name another folder "
+            "with --out, or add --overwrite",
             path=folder,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,31 @@ class Asking:
         check_backend(config.rollout_matching, bool(self.classes))
         return config
 
+    def settings(self, config: AnswerConfig) -> dict[str, Any]:
+        """What answers depend on besides the model and its images, as JSON; None for what has no effect."""
+        rollout = config.rollout_matching
+        # Number types of an engine, if they are not the model's.
+        dtype, cache = config.model.dtype, "auto"
+        if rollout.rollout_backend == "vllm":
+            dtype, cache = rollout.vllm.dtype, rollout.vllm.given_args.get("kv_cache_dtype", "auto")
+        return {
+            "answers": None if self.answers == 1 else self.answers,
+            "tiles": None if self.tiling is None else asdict(self.tiling),
+            "classes": list(self.classes) or None,
+            "prompt": config.template.prompt,
+            "system": config.template.system,
+            "vllm.dtype": None if dtype == config.model.dtype else dtype,
+            "vllm.engine_args.kv_cache_dtype": None if cache == "auto" else cache,
+            "dtype": config.model.dtype,
+            "seed": config.seed,
+            "backend": rollout.rollout_backend,
+            "max_new_tokens": rollout.max_new_tokens,
+            "decoding": rollout.decoding.model_dump(mode="json"),
+            "num_beams": rollout.num_beams,
+            "repetition_penalty": rollout.repetition_penalty,
+            "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
+        }
+
     def samples(self, records: Sequence[ImageRecord]) -> Sequence[ImageRecord]:
         """What is answered of ``records``: themselves, or their tiles."""
         return records if self.tiling is None else tile_records(records, self.tiling)
@@ -74,27 +99,3 @@ class Asking:
 
 
 ONE_ANSWER = Asking()  # one answer to each whole image, with any description
-
-
-def decoding_settings(config: AnswerConfig) -> dict[str, Any]:
-    """What answers depend on besides model, prompt and images."""
-    rollout = config.rollout_matching
-    return {
-        **(_engine_types(config) if rollout.rollout_backend == "vllm" else {}),
-        "dtype": config.model.dtype,
-        "seed": config.seed,
-        "backend": rollout.rollout_backend,
-        "max_new_tokens": rollout.max_new_tokens,
-        "decoding": rollout.decoding.model_dump(mode="json"),
-        "num_beams": rollout.num_beams,
-        "repetition_penalty": rollout.repetition_penalty,
-        "repeat_terminate": rollout.repeat_terminate.model_dump(mode="json"),
-    }
-
-
-def _engine_types(config: AnswerConfig) -> dict[str, Any]:
-    # Number types of an engine, if they are not the model's.
-    vllm = config.rollout_matching.vllm
-    types = {"vllm.dtype": (vllm.dtype, config.model.dtype)}
-    types["vllm.engine_args.kv_cache_dtype"] = (vllm.given_args.get("kv_cache_dtype", "auto"), "auto")
-    return {name: chosen for name, (chosen, usual) in types.items() if chosen != usual}

@@ -27,7 +27,7 @@ from coordexp.evaluation.renaming import Renaming
 from coordexp.evaluation.several_answers import merge_all, side_by_side
 from coordexp.evaluation.summary import Summary, check_replaced, summarise, write_summary
 from coordexp.hub import name_of
-from coordexp.inference.asking import ONE_ANSWER, Asking, decoding_settings
+from coordexp.inference.asking import ONE_ANSWER, Asking
 from coordexp.inference.session import checked_model, with_several_answers
 from coordexp.records import ImageRecord
 
@@ -97,13 +97,8 @@ def run_evaluation(
         "data": str(source),
         "limit": config.custom.val_sample_limit if limit is None else limit,
         "fingerprints": [fingerprint(one) for one in (path, source) if one is not None and one.exists()],
-        "prompt": config.template.prompt,
-        "system": config.template.system,
         "score": "token_probability" if constant_score is None else "constant",
-        "answering": decoding_settings(with_several_answers(AnswerConfig.of_run(config), asking.answers)),
-        **({"classes": list(asking.classes)} if asking.classes else {}),
-        **({} if asking.answers == 1 else {"answers": asking.answers}),
-        **({} if tiling is None else {"tiles": [tiling.width, tiling.height, tiling.overlap]}),
+        **asking.settings(with_several_answers(AnswerConfig.of_run(config), asking.answers)),
         **rename.about,
     }
     if calibrate:

@@ -26,7 +26,7 @@ from coordexp.evaluation.drawing import save_drawings
 from coordexp.evaluation.join_tiles import merge_tiles
 from coordexp.evaluation.several_answers import merge_all
 from coordexp.inference.answer_folder import DRAWINGS, AnswerFolder
-from coordexp.inference.asking import ONE_ANSWER, Asking, decoding_settings
+from coordexp.inference.asking import ONE_ANSWER, Asking
 from coordexp.inference.session import checked_model, size_note
 from coordexp.printable import printable
 from coordexp.records import ImageRecord
@@ -147,15 +147,10 @@ def _settings(
         "model": str(model.resolve()),
         "fingerprint": fingerprint(model),
         "source": str(sources[0].resolve()) if len(sources) == 1 else [str(one.resolve()) for one in sources],
-        "prompt": config.template.prompt,
-        "system": config.template.system,
-        **decoding_settings(config),
+        **asking.settings(config),
         "score": score,
-        **({} if asking.answers == 1 else {"answers": asking.answers}),
-        **({} if asking.tiling is None else {"tiles": asdict(asking.tiling)}),
-        **({"classes": list(asking.classes)} if asking.classes else {}),
-        **({} if resize is None else {"resize": asdict(resize)}),
-        **({} if calibration is None else {"calibration": asdict(calibration)}),
+        "resize": None if resize is None else asdict(resize),
+        "calibration": None if calibration is None else asdict(calibration),
     }
 
 

@@ -104,7 +104,7 @@ def test_several_answers_are_predicted_and_evaluated(tmp_path: Path, cli: Cli) -
     alone = tmp_path / "alone"
     assert cli(*evaluated, "--out", alone).code == 0
     figures_of_one = json.loads((alone / "metrics.json").read_text())
-    assert "answers" not in figures_of_one and figures_of_one["metrics"]["f1"] == saved["by_answers"]["one"]["f1"]
+    assert figures_of_one["answers"] is None and figures_of_one["metrics"]["f1"] == saved["by_answers"]["one"]["f1"]
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate"])

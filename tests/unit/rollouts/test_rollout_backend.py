@@ -31,7 +31,7 @@ from coordexp.engine.wire.arguments import (
 )
 from coordexp.engine.wire.engine_process import has_gpu
 from coordexp.errors import RolloutError
-from coordexp.inference.asking import decoding_settings
+from coordexp.inference.asking import ONE_ANSWER
 from coordexp.inference.session import evaluation_config, inference_config
 from coordexp.modeling.load import LoadedModel
 from coordexp.modeling.trainer_weights import TrainerWeights
@@ -136,7 +136,7 @@ def test_answers_depend_on_the_number_types_of_their_engine() -> None:
 
     def settings(*words: str) -> dict[str, Any]:
         keys = [f"rollout_matching.vllm.{word}" for word in words]
-        return decoding_settings(inference_config(DEMO, keys, backend="vllm"))
+        return ONE_ANSWER.settings(inference_config(DEMO, keys, backend="vllm"))
 
     own = settings()
     assert settings("dtype=float32", "engine_args={kv_cache_dtype: auto}") == own
