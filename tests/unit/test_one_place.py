@@ -43,9 +43,8 @@ PLACES = (
         (".rglob", "os.walk", "os.scandir", ".iterdir", ".resolve", "os.path.realpath"),
         ("data/", "inference/", "evaluation/export.py", "recording/", "viewer/"),
         (("data/convert/assemble.py", "removes the folders that it made; never overwrites a source"),
-         ("inference/answer_folder.py", "is a folder empty"),
          ("inference/evaluation.py", "is a model the run's own"),
-         ("inference/prediction.py", "compares settings of two runs"),
+         ("inference/prediction.py", "is a folder empty; compares settings of two runs"),
          ("inference/replay.py", "looks for a run's folder")),
     ),
     Place(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,15 +19,6 @@ from coordexp.evaluation.answers import samples_of_batch
 from coordexp.inference.session import InferenceSession, open_session, with_several_answers
 from coordexp.records import ImageRecord
 from coordexp.temporary import temporary_folder
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A model that is ready to answer ``dataset``; ``on_progress``: (samples answered, all), for a progress bar."""
-
-    session: InferenceSession
-    dataset: RecordDataset
-    on_progress: Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +76,10 @@ class Asking:
         ordering: ObjectOrdering,
         console: Console,
         description: str,
-    ) -> Iterator[Asked]:
-        """Load ``model`` to answer ``samples``, of which tiles are cut when they are read, and show its progress."""
+    ) -> Iterator[tuple[InferenceSession, dict[str, Any]]]:
+        """Load ``model`` to answer ``samples``, of which tiles are cut when they are read, and show its progress.
+        Yields the arguments of :func:`~coordexp.evaluation.answers.answer_batches` too, but for positions and
+        scorer."""
         counted = "images" if self.tiling is None else "tiles"
         with (
             open_session(config, model, self.classes) as session,
@@ -95,7 +88,18 @@ class Asking:
         ):
             if self.tiling is not None:
                 samples = CutTiles(samples, cut, samples_of_batch(session.backend, self.answers))
-            yield Asked(session, RecordDataset(samples, session.encoder.encode, ordering, config.seed), on_progress)
+            yield (
+                session,
+                {
+                    "dataset": RecordDataset(samples, session.encoder.encode, ordering, config.seed),
+                    "backend": session.backend,
+                    "vocab": session.vocab,
+                    "seed": config.seed,
+                    "on_progress": on_progress,
+                    "on_answer": on_progress,
+                    "count": self.answers,
+                },
+            )
 
 
 ONE_ANSWER = Asking()  # one answer to each whole image, with any description

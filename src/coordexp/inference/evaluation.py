@@ -192,17 +192,9 @@ def answer_jsonl(
         say(console, f"skipped {sample}: {problem}")
     whole = [] if asking.tiling is None else [record for at, record in enumerate(records) if at not in broken]
     samples = records if asking.tiling is None else asking.samples(whole)
-    with asking.loaded(samples, answering, model, config.custom.object_ordering, console, description) as asked:
-        scorer = replace(asked.session.scorer, calibration=None) if calibrates else asked.session.scorer
-        answered = answer_dataset(
-            asked.dataset,
-            asked.session.backend,
-            asked.session.vocab,
-            seed=answering.seed,
-            on_progress=asked.on_progress,
-            on_answer=asked.on_progress,
-            scorer=scorer if scored else None,
-            count=asking.answers,
-            leave_out=broken if asking.tiling is None else (),
-        )
+    ordering = config.custom.object_ordering
+    with asking.loaded(samples, answering, model, ordering, console, description) as (session, how):
+        scorer = replace(session.scorer, calibration=None) if calibrates else session.scorer
+        leave_out = broken if asking.tiling is None else ()
+        answered = answer_dataset(**how, scorer=scorer if scored else None, leave_out=leave_out)
     return DatasetAnswers(Path(jsonl), answered, skipped, whole)

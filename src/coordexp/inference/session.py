@@ -148,19 +148,15 @@ def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence
     """``config`` for ``answers`` answers per image: the first is greedy, and further ones need a temperature, which is
     :data:`SAMPLING_TEMPERATURE` if the configuration has none. Raises ConfigError for fewer than one or more than
     1000, or for further ones with beam search or with a temperature of 0 among ``arguments`` (``key.path=value``)."""
-    if answers < 1:
-        raise ConfigError(f"answers: {answers} is less than 1; give a number of answers per image")
-    if answers > _MOST_ANSWERS:
-        raise ConfigError(f"answers: {answers} is more than {_MOST_ANSWERS}, all held at once; give fewer per image")
+    if not 1 <= answers <= _MOST_ANSWERS:
+        raise ConfigError(f"answers: {answers}; give 1 to {_MOST_ANSWERS} per image, which are all held at once")
     rollout = config.rollout_matching
-    if answers == 1:
-        return config
-    if rollout.num_beams > 1:
+    if answers > 1 and rollout.num_beams > 1:
         raise ConfigError(
             f"answers: {answers}, but rollout_matching.num_beams is {rollout.num_beams} and beam search always finds "
             "the same answer; leave one of them out"
         )
-    if rollout.decoding.temperature > 0:
+    if answers == 1 or rollout.decoding.temperature > 0:
         return config
     asked = Document()
     apply_arguments(asked, [word for word in arguments if _TEMPERATURE_KEY.startswith(word.partition("=")[0])])

@@ -21,8 +21,8 @@ from coordexp.data.scenes import SPARSE, write_scenes
 from coordexp.errors import ConfigError, DataError
 from coordexp.evaluation.answers import ImageAnswer, class_list_of, read_answers, write_answers
 from coordexp.inference import evaluation
-from coordexp.inference.answer_folder import AnswerFolder
 from coordexp.inference.evaluation import evaluation_folder
+from coordexp.inference.prediction import AnswerFolder
 from coordexp.records import GTObject
 from support.cli_runs import Cli, Outcome, files_of_at_most, write_run
 from support.scored_answers import random_answers

@@ -350,8 +350,8 @@ def test_shares_are_confidences_without_scores(scenes: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"answers": 0}, "answers: 0 is less than 1"),
-        ({"answers": 1001}, "answers: 1001 is more than 1000"),
+        ({"answers": 0}, "answers: 0; give 1 to 1000"),
+        ({"answers": 1001}, "answers: 1001; give 1 to 1000"),
         ({"answers": 2, "temperature": 0}, "temperature: 0 makes no sampled answers"),
         ({"temperature": 0.5}, "a single answer is greedy; give answers="),
         ({"answers": 1.5}, "answers: 1.5; give a whole number"),

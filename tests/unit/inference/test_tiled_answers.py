@@ -96,7 +96,7 @@ def test_predict_continues_within_a_photograph(
     assert json.loads((out / "prediction.json").read_text())["tiles"] == {"width": 128, "height": 128, "overlap": 0.1}
     again = cli(*command, "--json")
     assert json.loads(again.out)["resumed"] == 1 and answer_of(out) == whole
-    from coordexp.inference import answer_folder
+    from coordexp.inference import prediction
 
     written: list[bytes] = []
 
@@ -107,7 +107,7 @@ def test_predict_continues_within_a_photograph(
         append_line(path, line)
 
     with monkeypatch.context() as patched:
-        patched.setattr(answer_folder, "append_line", stopped)
+        patched.setattr(prediction, "append_line", stopped)
         interrupted = cli(*command[:-1], tmp_path / "two")
     assert interrupted.code == 130 and written[0].count(b"\n") == 2  # of 3 tiles
     continued = cli(*command[:-1], tmp_path / "two")
