@@ -120,21 +120,18 @@ def summarise(
         if options.use_segm:
             masks = average_precision(ranked, "segm")
             figures |= {f"segm_{name}": value for name, value in masks.figures.items()}
-    by_desc: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    annotated = {obj.desc for answer in answers for obj in answer.truth}
+    by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
     by_density: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
     for part in counted:
         by_density[part.density].append(part.counts)
+        name_of = {desc: desc if desc in annotated else OTHER_DESC for desc in part.by_desc}
         for desc, counts in part.by_desc.items():
-            by_desc[desc].update(counts)
-            by_desc[desc]["images"] += 1
-    other: Counter[str] = Counter()
-    for desc in [desc for desc, counts in by_desc.items() if not counts["gt"]]:
-        other.update(by_desc.pop(desc))
-    by_class = [_row(desc, counts, ap_of.get(desc)) for desc, counts in by_desc.items()]
+            by_name[name_of[desc]].update(counts)
+        for name in set(name_of.values()):  # an image counts once for all other descriptions
+            by_name[name]["images"] += 1
+    by_class = [_row(name, counts, ap_of.get(name)) for name, counts in by_name.items()]
     by_class.sort(key=lambda row: (-row.gt, row.name))
-    if other:  # an image counts once, not once for each of these descriptions
-        other["images"] = sum(1 for part in counted if part.by_desc.keys() - by_desc.keys())
-        by_class.append(_row(OTHER_DESC, other, None))
     densities = [name for name in DENSITIES if name in by_density]
 
     found = list(notes)
