@@ -45,7 +45,7 @@ def test_validation_data_of_the_card_that_are_not_there_are_named_as_such(
 ) -> None:
     """The error named --data, which nobody gave."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"validation data on its card, outputs/\S+\.jsonl, are not there"):
+    with pytest.raises(ConfigError, match=r"custom\.val_jsonl: outputs/\S+\.jsonl: file not found"):
         evaluate(model=asset("checkpoints/demo-stage1"))
 
 

@@ -3,8 +3,7 @@ hints for what does not exist."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
@@ -19,22 +18,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # typer has no public name for the base class of its usage errors.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
-# Words that do not exist, by the command after which they were typed -> what to write instead.
-_HINTS = {
-    "coordexp": {
-        **dict.fromkeys(("val", "test", "eval", "benchmark"), "coordexp evaluate"),
-        **dict.fromkeys(("detect", "infer", "inference", "generate"), "coordexp predict"),
-        **dict.fromkeys(("fit", "finetune", "sft"), "coordexp train"),
-        **dict.fromkeys(("help", "manual"), "coordexp --help"),
-        "version": "coordexp --version",
-        "ui": "coordexp view",
-        "settings": "coordexp config check",
-    },
-    "coordexp export": dict.fromkeys(
-        ("onnx", "torchscript", "engine", "tensorrt", "openvino", "tflite", "safetensors", "hf"),
-        "coordexp model export, which writes a model's weights; this command writes predictions",
-    ),
-}
 # Options of other tools -> keys of the configuration.
 _KEYS = {
     "lr": "learning_rate", "lr0": "learning_rate", "epochs": "num_train_epochs", "batch": "effective_batch_size",
@@ -87,8 +70,7 @@ class Command(TyperCommand):
                 ctx.fail(f"No such option: {option}. Write a key instead: " + " or ".join(f"{k}={value}" for k in keys))
             else:
                 words.append(word)
-        with _hints(ctx, args):
-            return super().parse_args(ctx, [*first, *words])
+        return super().parse_args(ctx, [*first, *words])
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -97,10 +79,7 @@ class Command(TyperCommand):
             echo(str(stop) or "interrupted", err=True)
             raise
         except EOFError as error:  # click would say no more than "Aborted!"
-            raise RuntimeError(
-                f"a file ended too early ({error}); if this is marshal data, delete the folders __pycache__ of the "
-                "modules above: an earlier command filled the disk while Python compiled them"
-            ) from error
+            raise RuntimeError(f"a file ended too early ({error}); of marshal data, delete __pycache__") from error
 
 
 def _below_home(word: str) -> str:
@@ -110,39 +89,23 @@ def _below_home(word: str) -> str:
 
 
 class Group(TyperGroup):
-    """Commands under headings, and hints for those that do not exist."""
+    """Commands under headings, and a hint for one that is in another group."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        with _hints(ctx, args[:1]):
+        try:
             return super().resolve_command(ctx, args)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _hints(ctx, args):
-            return super().parse_args(ctx, args)
+        except _UsageError as raised:
+            error: Any = raised
+            if found := list(_elsewhere(ctx, args[0])):
+                message = str(error.message).rstrip(".").partition(". Did you mean")[0]
+                error.message = f"{message}. Did you mean {' or '.join(found)}?"
+            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels = groupby(self.commands.items(), lambda item: getattr(item[1], "rich_help_panel", None) or "Commands")
         for section, commands in panels:
             with formatter.section(section):
                 formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in commands])
-
-
-@contextmanager
-def _hints(ctx: Any, words: Sequence[str]) -> Iterator[None]:
-    """Complete the message of a usage error that is raised in this block."""
-    try:
-        yield
-    except _UsageError as raised:
-        error: Any = raised
-        message = str(error.message).removeprefix("Value error, ")
-        known = _HINTS.get(ctx.command_path, {})
-        hints = dict.fromkeys(known[word] for word in words if word in known)
-        if not hints and words and "No such command" in message:
-            hints = dict.fromkeys(_elsewhere(ctx, words[0]))
-        if hints:
-            message = f"{message.rstrip('.').partition('. Did you mean')[0]}. Did you mean {' or '.join(hints)}?"
-        error.message = message
-        raise
 
 
 def _elsewhere(ctx: Any, word: str) -> Iterator[str]:

@@ -278,7 +278,7 @@ def collect(images: Any, folder: Path, *, raises: bool) -> tuple[dict[str, Image
     ``folder``, as PNG, which keeps every pixel. ``raises``: at the first unreadable image."""
     # The lines of an open file, and the numbers of a bytearray, are not images.
     no_list = isinstance(images, Mapping | bytearray | memoryview) or hasattr(images, "read")
-    if no_list or not isinstance(images, Iterable) or is_tensor(images):
+    if no_list or not isinstance(images, Iterable):
         raise wrong_type("images", images)
     listed: list[Any] = list(images)
     for number, image in enumerate(listed):  # mistakes of the caller, before anything is read
@@ -314,15 +314,6 @@ def collect(images: Any, folder: Path, *, raises: bool) -> tuple[dict[str, Image
     return given, found
 
 
-def is_tensor(given: object) -> bool:
-    return type(given).__module__.partition(".")[0] in ("torch", "jax", "tensorflow")
-
-
 def wrong_type(name: str, given: object) -> DataError:
-    if is_tensor(given):
-        return DataError(
-            f"{name}: a tensor; give an array of uint8 (height, width, 3), RGB, e.g. "
-            "tensor.permute(1, 2, 0).mul(255).byte().cpu().numpy()"
-        )
     expected = "a file, a PIL image, an array of uint8 (height, width, 3), an image file's bytes, or a list of those"
     return DataError(f"{name}: {type(given).__name__}; expected {expected}")

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from PIL import Image
 from rich.console import Console
 
 from coordexp import distributed
@@ -172,14 +171,7 @@ def _finished(answer: ImageAnswer, score: Score, annotated: Collection[str]) -> 
 
 def _note(console: Console, images: FoundImages, asked: Sequence[ImageRecord], preparation: ImagePreparation) -> None:
     size = size_note(asked, preparation)
-    notes = [] if size is None else [size]
-    limit = Image.MAX_IMAGE_PIXELS or 0
-    large = [record.sample_id for record in images.records if limit and record.width * record.height > limit]
-    if large:
-        notes.append(
-            f"{len(large)} images have more than {limit:,} pixels, the first is {large[0]}; they need much memory"
-        )
-    lines = [f"note: {note}" for note in (*notes, *images.passed_over)]
+    lines = [f"note: {note}" for note in (*filter(None, [size]), *images.passed_over)]
     lines += [printable(f"skipped {image}: {reason}") for image, reason in images.skipped]
     for line in lines:
         say(console, line)

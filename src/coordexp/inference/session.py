@@ -119,7 +119,7 @@ def _with_engine(config: Settings) -> Settings:
 def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] = ()) -> EvaluationConfig:
     """A configuration that evaluates ``model`` by its own settings, as :func:`inference_config`, on ``data`` or else on
     the validation data of its run. Figures are written below the model's folder; of a model in the hub's cache, below
-    ``outputs``. Raises ConfigError without data, or if those of its run are not there."""
+    ``outputs``. Raises ConfigError without data."""
     own = read_card(model).training
     jsonl = data or (None if own is None else own.val_jsonl)
     if jsonl is None:
@@ -135,13 +135,7 @@ def evaluation_config(model: Path, data: Path | None, arguments: Sequence[str] =
         }
     )
     apply_arguments(document, arguments)
-    config = _with_engine(parse_section(EvaluationConfig, document, str(model)))
-    if data is None and config.custom.val_jsonl == Path(jsonl) and not Path(jsonl).is_file():
-        raise ConfigError(
-            f"{model}: the validation data on its card, {jsonl}, are not there (working directory: {Path.cwd()}); name "
-            "a JSONL with --data (data=)"
-        )
-    return config
+    return _with_engine(parse_section(EvaluationConfig, document, str(model)))
 
 
 def with_several_answers(config: AnswerConfig, answers: int, arguments: Sequence[str] = ()) -> AnswerConfig:

@@ -122,7 +122,7 @@ def test_a_broken_image_does_not_lose_the_others(detector: Detector, scenes: Pat
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [(None, "NoneType"), ([None], "image 0: NoneType"), ({"a": 1}, "dict"), (torch.zeros(3, 8, 8), "tensor"),
+    [(None, "NoneType"), ([None], "image 0: NoneType"), ({"a": 1}, "dict"), (torch.zeros(3, 8, 8), "image 0: Tensor"),
      (io.BytesIO(b"a\nb"), "BytesIO"), (bytearray(b"a"), "bytearray"), ([io.BytesIO()], "image 0: BytesIO"),
      (["https://example.com/a.jpg"], "https://example.com/a.jpg"), ("s3://bucket/a.jpg", "address"),
      ("", "empty name"), (["a.png", ""], "empty name"),
