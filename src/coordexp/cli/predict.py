@@ -265,7 +265,7 @@ def export(
     from coordexp.data.completed import completed_objects
     from coordexp.data.jsonl import read_jsonl
     from coordexp.data.polygons import shape_area
-    from coordexp.evaluation.answers import class_list_of, read_answers
+    from coordexp.evaluation.answers import class_list_of, each_changed, read_answers
     from coordexp.evaluation.confidence import at_least, scored_at_least
     from coordexp.evaluation.export import FORMATS, IMAGE_FOLDERS, dataset_answers, is_dataset, place_images
     from coordexp.evaluation.users_terms import read_terms
@@ -297,10 +297,7 @@ def export(
         answers, left_out = at_least(answers, min_confidence)
         say(console, f"{left_out} objects of a confidence below {min_confidence:g} are left out")
     # Other tools compare their scores with thresholds.
-    answers = [
-        replace(a, pred=tuple(o if o.confidence is None else replace(o, score=o.confidence) for o in a.pred))
-        for a in answers
-    ]
+    answers = each_changed(answers, lambda o: o if o.confidence is None else replace(o, score=o.confidence))
     originals = answers
     if images or form in yolo:
         answers, refused = place_images(answers, out / IMAGE_FOLDERS[form], link=link)
@@ -308,9 +305,13 @@ def export(
             more = ["…"] if len(refused) > _MOST_REFUSED else []
             lines = "\n  ".join([*refused[:_MOST_REFUSED], *more])
             say(console, f"note: {len(refused)} images were not placed next to the annotations:\n  {lines}")
-    of_coco = {"completed": completed if of_dataset else None, "originals": originals}
-    options = {"coco": of_coco, "voc": {"fractions": fractions}}.get(form, {})
-    exported = FORMATS[form](answers, out, terms, **({"scores": scores} if form in yolo else options))
+    options = {
+        "coco": {"completed": completed if of_dataset else None, "originals": originals},
+        "yolo": {"scores": scores},
+        "yolo-obb": {"scores": scores},
+        "voc": {"fractions": fractions},
+    }.get(form, {})
+    exported = FORMATS[form](answers, out, terms, **options)
     if completed and form != "coco":
         count = sum(map(len, completed.values()))
         say(console, f"note: {form} cannot say which model added {count} completed objects; coco can")

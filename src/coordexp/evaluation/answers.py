@@ -170,6 +170,11 @@ def make_answer(
     )
 
 
+def each_changed(answers: Iterable[ImageAnswer], change: Callable[[ScoredObject], ScoredObject]) -> list[ImageAnswer]:
+    """The answers with every prediction as ``change`` returns it."""
+    return [replace(answer, pred=tuple(change(obj) for obj in answer.pred)) for answer in answers]
+
+
 def merged_counts(answers: Sequence[ImageAnswer]) -> dict[str, Any]:
     """The fields of one answer for several that count or say what happened to any of them."""
     dropped: Counter[str] = Counter()

@@ -18,7 +18,7 @@ from coordexp.data.class_list import ClassNumbers
 from coordexp.data.files import write_atomically
 from coordexp.data.polygons import shape_area
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import ImageAnswer, ScoredObject
+from coordexp.evaluation.answers import ImageAnswer, ScoredObject, each_changed
 from coordexp.geometry import aabb, pixel_ring, to_pixel
 from coordexp.records import GTObject
 
@@ -120,7 +120,7 @@ def with_constant_score(answers: Sequence[ImageAnswer], score: float | None) -> 
     """The answers with ``score`` for every prediction, instead of its own; None: as they are."""
     if score is None:
         return answers
-    return [replace(answer, pred=tuple(replace(obj, score=score) for obj in answer.pred)) for answer in answers]
+    return each_changed(answers, lambda obj: replace(obj, score=score))
 
 
 def write_coco(

@@ -12,7 +12,7 @@ import numpy as np
 
 from coordexp.checkpoints.card import Calibration, logit
 from coordexp.errors import DataError
-from coordexp.evaluation.answers import ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, each_changed
 from coordexp.evaluation.detection import IOU_THRESHOLD, count_image, judged, sum_counts
 
 ALL = "(all)"
@@ -87,12 +87,9 @@ def fit(answers: Sequence[ImageAnswer], data: str) -> Calibration:
 
 def calibrated(answers: Sequence[ImageAnswer], calibration: Calibration) -> list[ImageAnswer]:
     """The answers with raw confidences mapped to probabilities."""
-    return [
-        replace(answer, pred=tuple(
-            o if o.confidence is None else replace(o, confidence=calibration(o.confidence)) for o in answer.pred
-        ))
-        for answer in answers
-    ]  # fmt: skip
+    return each_changed(
+        answers, lambda o: o if o.confidence is None else replace(o, confidence=calibration(o.confidence))
+    )
 
 
 def reliability(answers: Sequence[ImageAnswer]) -> list[Reliability]:
@@ -139,19 +136,18 @@ def best_thresholds(answers: Sequence[ImageAnswer], iou: float = IOU_THRESHOLD) 
         of_class[ALL].append((confidence, is_right))
     gt_of[ALL] = gt_of.total()
     least = {name: _best(found, gt_of[name]) for name, found in of_class.items() if gt_of[name]}
+    if not least:
+        return []
     # Which predictions are matched can change as others are left out, so figures are counted again.
-    whole: Counter[str] = Counter()
-    if ALL in least:
-        whole = sum_counts(count_image(one, iou).counts for one in at_least(answers, least[ALL])[0])
-    by_desc: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    counts_of: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for one in at_least(answers, least)[0]:
         for desc, counts in count_image(one, iou).by_desc.items():
-            by_desc[desc].update(counts)
+            counts_of[desc].update(counts)
+    counts_of[ALL] = sum_counts(count_image(one, iou).counts for one in at_least(answers, least[ALL])[0])
     names = sorted(least, key=lambda name: (-gt_of[name], name != ALL, name))
     rows = []
     for name in names:
-        counts = whole if name == ALL else by_desc[name]
-        right, gt, pred = (counts.get(key, 0) for key in ("matched", "gt", "pred"))
+        right, gt, pred = (counts_of[name].get(key, 0) for key in ("matched", "gt", "pred"))
         rows.append(Threshold(name, least[name], right / pred if pred else 0.0, right / gt, 2 * right / (gt + pred)))
     return rows
 

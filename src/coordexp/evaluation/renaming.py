@@ -6,14 +6,14 @@ Torch-free without an encoder.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordexp.data.class_list import as_written
 from coordexp.errors import CheckpointError, DataError, require
-from coordexp.evaluation.answers import ImageAnswer
+from coordexp.evaluation.answers import ImageAnswer, each_changed
 from coordexp.reading import read_yaml
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class Renaming:
         answers = list(answers)
         if self.class_of is not None:
             class_of = self.class_of
-            answers = _renamed(answers, lambda desc: class_of.get(_key(desc), desc))
+            answers = each_changed(answers, lambda obj: replace(obj, desc=class_of.get(_key(obj.desc), obj.desc)))
         if self.encoder is not None:
             categories = sorted(annotated or {obj.desc for answer in answers for obj in answer.truth})
             unknown = sorted({obj.desc for answer in answers for obj in answer.pred}.difference(categories))
             name_of = nearest_categories(unknown, categories, self.encoder, self.threshold)
-            answers = _renamed(answers, lambda desc: name_of.get(desc, desc))
+            answers = each_changed(answers, lambda obj: replace(obj, desc=name_of.get(obj.desc, obj.desc)))
         return answers
 
     def note(
@@ -72,12 +72,6 @@ class Renaming:
         fitted = "; the calibration counts them by their new names, and predict keeps the old ones"
         note = f"{renamed.total()} predictions were renamed{': ' if shown else ''}{shown}{more}"
         return (note + (fitted if calibrated and renamed else ""),)
-
-
-def _renamed(answers: Sequence[ImageAnswer], rename: Callable[[str], str]) -> list[ImageAnswer]:
-    return [
-        replace(answer, pred=tuple(replace(obj, desc=rename(obj.desc)) for obj in answer.pred)) for answer in answers
-    ]
 
 
 def _key(text: str) -> str:
