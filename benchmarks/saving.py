@@ -81,7 +81,7 @@ def flushed(folder: Path) -> None:
 
 
 def sealed(folder: Path) -> None:
-    seal_checkpoint(folder, 1, resumable=True, writes=True, shared=True)
+    seal_checkpoint(folder, 1, resumable=True, writes=True)
 
 
 def resume(folder: Path, *, compares: bool) -> float:

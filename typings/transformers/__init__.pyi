@@ -31,6 +31,7 @@ from transformers.trainer_callback import EarlyStoppingCallback as EarlyStopping
 from transformers.trainer_callback import TrainerCallback as TrainerCallback
 from transformers.trainer_callback import TrainerControl as TrainerControl
 from transformers.trainer_callback import TrainerState as TrainerState
+from transformers.trainer_utils import enable_full_determinism as enable_full_determinism
 from transformers.trainer_utils import set_seed as set_seed
 from transformers.training_args import TrainingArguments as TrainingArguments
 

@@ -336,6 +336,9 @@ RULES: tuple[Rule | Callable[[RunConfig], Findings], ...] = (
          lambda c, r: r.offload.enabled and r.is_colocated and r.eval_detection.score_mode == "confidence",
          "confidence needs the model during rollouts, and offload moves it away; write score_mode: constant, "
          "or offload.enabled: false"),
+    Rule(f"{_RM}.eval_detection.constant_score",
+         lambda c, r: r.eval_detection.score_mode == "confidence" and r.eval_detection.constant_score != 1.0,
+         "has no effect with score_mode: confidence; remove it, or write score_mode: constant"),
     Rule(f"{_RM}.rollouts_ahead", lambda c, r: r.rollouts_ahead and not r.is_served,
          "1 needs engines that keep their weights while training changes the model's: vLLM servers "
          "(rollout_backend: vllm with vllm.mode: server); without them write 0"),

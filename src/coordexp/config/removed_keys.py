@@ -163,14 +163,12 @@ REMOVED_KEYS: dict[str, str] = {
     **_gone(
         "training", "save_delay_steps save_delay_epochs save_last_epoch", "save_steps decides, and the end is saved"
     ),
-    **_gone("training", "adam_beta1 adam_epsilon", "0.9 and 1e-8, as in transformers"),
     **_gone("training", "greater_is_better", "follows from metric_for_best_model"),
     **_gone("training", "logging_dir", "curves are in runs of output_dir, or where TENSORBOARD_LOGGING_DIR says"),
     **_gone("training", "ddp_backend ddp_bucket_cap_mb", "NCCL on GPUs and Gloo on CPUs, with torch's own buckets"),
     **_gone("training", "eval_delay", "evaluations begin with the first interval"),
-    **_gone("training", "full_determinism", "call transformers.enable_full_determinism before coordexp.train"),
     **_gone("training", "logging_first_step", "logging_steps: 1 logs each"),
-    **_gone("training", "optim_args", "optimizers have transformers' arguments; adam_beta2 is a key"),
+    **_gone("training", "optim_args", "adam_beta1, adam_beta2 and adam_epsilon are keys"),
     **_gone("training", "save_on_each_node", "checkpoints need an output_dir that all nodes share"),
     **_gone("training", "tf32", "training.bf16: true is faster; the variable NVIDIA_TF32_OVERRIDE decides in float32"),
     **_gone("training", "torch_empty_cache_steps", "the allocator grows its segments instead"),

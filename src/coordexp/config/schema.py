@@ -263,8 +263,12 @@ class TrainingConfig(StrictModel):
     """peak learning rate of the coordinate tokens' own rows (tuner.train_coord_rows); null = learning_rate"""
     weight_decay: NonNegative = 0.0
     """decoupled weight decay"""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Adam's decay of the first moment"""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Adam's decay of the second moment"""
+    adam_epsilon: Positive = 1e-8
+    """Adam's term for numerical stability"""
     max_grad_norm: NonNegative = 1.0
     """gradient norm to clip to; 0 = no clipping"""
     optim: Annotated[str, Field(min_length=1)] = "adamw_torch"
@@ -288,6 +292,8 @@ class TrainingConfig(StrictModel):
     gradient_checkpointing_every: Count | Literal["auto"] = 1
     """recompute those of every N-th layer only, and keep the others': 1 = of all layers, auto = of as few layers as the
     estimate of memory allows on the GPU, maybe none; with gradient_checkpointing"""
+    full_determinism: bool = False
+    """deterministic kernels only: slower; the same run twice gives the same weights"""
     ddp_timeout: Annotated[int, Field(ge=1, le=10**9)] = 1800
     """seconds after which a collective call of torchrun fails; by NCCL at most 600"""
 

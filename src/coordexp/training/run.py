@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from transformers import TrainerCallback, TrainerState, TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainerState, TrainingArguments, enable_full_determinism, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import align_special_tokens
 
@@ -167,7 +167,7 @@ def build_trainer(
         )
         failed.tolerate(pictures)
         trainer.add_callback(pictures)
-    set_seed(training.seed)
+    (enable_full_determinism if args.full_determinism else set_seed)(training.seed)
     return trainer, resume
 
 

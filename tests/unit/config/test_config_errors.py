@@ -65,6 +65,7 @@ WRONG = [
     ("training.learning_rate", float("nan"), "training.learning_rate", "finite number"),
     *[("training.learning_rate", value, "training.learning_rate", "beyond what float32 computes with")
       for value in (1e38, 1e31, 1e-320, 1e-31)],
+    ("training.adam_epsilon", 1e-320, "training.adam_epsilon", "beyond what float32 computes with"),
     (f"{OBJ}[1].config.target_sigma", 1e-9, f"{OBJ}[1].config.target_sigma", "greater than or equal to 1e-06"),
     ("training.stop_within_s", 1e10, "training.stop_within_s", "less than or equal to 1e+09"),
     ("training.ddp_timeout", 10**10, "training.ddp_timeout", "less than or equal to 1000000000"),

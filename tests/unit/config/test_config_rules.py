@@ -104,6 +104,8 @@ RULES = [
     (vllm(), {f"{RM}.offload.enabled": True}, f"{RM}.offload.enabled", "moves nothing"),
     (set_keys(vllm(), {f"{RM}.offload": OFFLOAD}), {f"{RM}.eval_detection.score_mode": "confidence"},
      f"{RM}.eval_detection.score_mode", "write score_mode: constant"),
+    (stage2(), {f"{RM}.eval_detection": {"score_mode": "confidence", "constant_score": 0.5}},
+     f"{RM}.eval_detection.constant_score", "has no effect"),
     (vllm(), {f"{RM}.offload": OFFLOAD, "deepspeed": {"enabled": True, "config": "z.json"}}, f"{RM}.offload.enabled",
      "DeepSpeed and FSDP own"),
     (vllm(), {f"{RM}.offload": OFFLOAD, "fsdp.enabled": True}, f"{RM}.offload.enabled", "DeepSpeed and FSDP own"),
