@@ -106,7 +106,7 @@ def test_a_resumed_run_on_cached_and_weighted_files_equals_an_uninterrupted_one_
         "custom__train_jsonl": [{"path": str(new), "weight": 2}, {"path": str(old), "weight": 0.5}],
         "custom__object_ordering": "random",
         "data__repeat_threshold": 0.4,
-        "data__augment": {"horizontal_flip": 0.5, "scale": [0.6, 1.5], "colour": 0.3},
+        "data__augment": {"horizontal_flip": 0.5, "scale": [0.6, 3.0], "colour": 0.3},
         "training__logging_steps": 1,
     }
     whole = train(run_config(tmp_path, 1, "whole", **keys))
