@@ -238,8 +238,11 @@ class CoordExpTrainer:
         metrics |= self._drift.observe(metrics, self.state.global_step)
         self._reading.observe(metrics, self.state.global_step)
         payload = MetricsPayload("train", self.state.global_step, metrics).metrics
-        # Empty if a callback ended a resumed run at once: these steps are of the process before. Waits for the device.
-        trainer = {name: float(value) for name, value in self._last_update.items() if value is not None}
+        # Nothing if a callback ended a resumed run at once: these steps are of the process before.
+        trainer: dict[str, float] = {}
+        for name, value in self._last_update.items():
+            if value is not None:
+                trainer[name] = float(value)  # waits for the device
         if lost := self.failed_writes():
             trainer[LOG_WRITES_FAILED] = lost
         self._log({"loss": payload.get("loss", 0.0), **trainer, **payload})
