@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from coordexp.data.find_images import REPORT_SUFFIX
 from coordexp.data.images import (
     image_bytes,
     image_exists,
-    image_stat,
+    image_num_bytes,
     open_rgb,
     read_header,
     shape_problem,
@@ -156,7 +155,7 @@ def check_jsonl(
         samples_of[record.image].append(record.sample_id)
         size = _check_image(check, record, deep and first)
         if size is not None and first:
-            alike[image_stat(os.fsencode(record.image)).st_size, *size].append(record.image)
+            alike[image_num_bytes(record.image), *size].append(record.image)
         try:
             resize_rule_of(record)
         except DataError as error:

@@ -158,7 +158,7 @@ _UPRIGHT_BY_ORIENTATION = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # predict notes such images in one line
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # read up to twice the limit
 # Pillow raises these on files that are not complete images.
 _PILLOW_ERRORS = (
     *(OSError, SyntaxError, ValueError, EOFError, RuntimeError, TypeError, LookupError, ArithmeticError, struct.error),
@@ -424,6 +424,12 @@ def image_stat(image: bytes) -> os.stat_result:
         if shard is None:
             raise
         return os.stat(shard)
+
+
+def image_num_bytes(path: Path) -> int:
+    """The size of an image file, in a folder or in a shard. Raises OSError."""
+    member = find_member(path)
+    return os.stat(path).st_size if member is None else member.size
 
 
 def image_bytes(path: Path) -> bytes:

@@ -91,6 +91,16 @@ def test_an_image_used_twice_and_one_stored_twice(tmp_path: Path) -> None:
     assert "same bytes in data.jsonl:1, data.jsonl:3" in found[1][1]
 
 
+def test_copies_in_shards_of_different_sizes(tmp_path: Path) -> None:
+    paint(tmp_path / "copy.png")
+    paint(tmp_path / "large.bmp", (200, 100))
+    check(tmp_path, line(BOX), line(image="large.bmp", width=200, height=100), line(BOX, image="copy.png"))
+    pack(read_jsonl(tmp_path / "data.jsonl"), tmp_path / "packed" / "data.jsonl", 4000)
+    assert len({shard.stat().st_size for shard in (tmp_path / "packed").glob("*.tar")}) == 2
+    found = [one.detail for one in check_jsonl(tmp_path / "packed" / "data.jsonl").problems]
+    assert "images with the same bytes in data.jsonl:1, data.jsonl:3" in found
+
+
 def test_samples_that_are_too_long(tmp_path: Path) -> None:
     check(tmp_path, line(), line(BOX), line(BOX, {**BOX, "desc": "dog"}))
     found = check_jsonl(tmp_path / "data.jsonl", count_tokens=lambda r: 10 + 30 * len(r.objects), max_tokens=40)
