@@ -115,7 +115,7 @@ def at_least(answers: Sequence[ImageAnswer], confidence: float | Mapping[str, fl
                 raise DataError(
                     f"{answer.sample_id}: {obj.desc!r} has no confidence; predict again, without --constant-score"
                 )
-            least = confidence if isinstance(confidence, float | int) else confidence.get(obj.desc, 0.0)
+            least = confidence.get(obj.desc, 0.0) if isinstance(confidence, Mapping) else confidence
             if obj.confidence >= least:
                 pred.append(obj)
         left_out += len(answer.pred) - len(pred)

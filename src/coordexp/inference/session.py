@@ -83,7 +83,7 @@ def inference_config(
         )
     rollout: dict[str, Any] = {
         "rollout_backend": backend,
-        "decode_batch_size": batch_size or BATCH_SIZE,
+        "decode_batch_size": BATCH_SIZE if batch_size is None else batch_size,
         "max_new_tokens": max_new_tokens,
         "decoding": {"temperature": temperature or 0.0},
     }

@@ -147,6 +147,8 @@ def test_classes_prompt_and_confidence_of_one_call(detector: Detector, scenes: P
     assert detector(path, prompt="Something else entirely, at length.").text != whole.text
     least = float(np.sort(whole.confidences)[len(whole) // 2])
     assert detector(path, min_confidence=least).objects == tuple(o for o in whole if o.confidence >= least)
+    of_numpy: Any = np.float32(0)
+    assert detector(path, min_confidence=of_numpy) == whole
     assert detector(path) == whole, "one call's options are not the next one's"
     assert whole.classes == detector.classes and set(whole.names) <= set(detector.classes)
 
@@ -164,6 +166,11 @@ def test_class_names_number_the_classes_of_a_checkpoint_without_a_list(scenes: P
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match=device):
         Detector(asset("checkpoints/demo-stage1"), device=device)
+
+
+def test_a_batch_of_no_image_is_refused() -> None:
+    with pytest.raises(ConfigError, match="decode_batch_size"):
+        Detector(asset("checkpoints/demo-stage1"), device="cpu", batch_size=0)
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
