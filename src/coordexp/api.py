@@ -4,7 +4,6 @@ Everything heavy is imported by the call."""
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -330,7 +329,8 @@ def complete(
 
 def _arguments(overrides: Mapping[str, Any] | None) -> list[str]:
     # As words of a command line.
-    return [f"{key}={json.dumps(value, default=str)}" for key, value in checked_overrides(overrides).items()]
+    given = to_jsonable_python(checked_overrides(overrides), fallback=str)
+    return [f"{key}={dump_value(value)}" for key, value in given.items()]
 
 
 def _console(quiet: bool) -> Console:

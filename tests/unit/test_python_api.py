@@ -86,8 +86,8 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
     for wrong, says in (
         ({}, "name a configuration or model="),
         ({"model": run.checkpoint, "overrides": {"training.seed": 1}}, "overrides belong to a configuration"),
-        ({"config": config, "overrides": {"rollout_matching.decoding.temperature": 0}, "answers": 2},
-         "0 makes all 2 answers the same"),  # they were sampled at 0.7
+        ({"config": config, "overrides": {"template.prompt": "😀", "rollout_matching.decoding.temperature": 0},
+          "answers": 2}, "0 makes all 2 answers the same"),  # they were sampled at 0.7
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             evaluate(**wrong)
