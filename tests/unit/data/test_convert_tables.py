@@ -273,3 +273,9 @@ def test_tables_from_the_command_line(tmp_path: Path, cli: Cli) -> None:
 def test_a_class_that_looks_like_a_list_is_a_name_where_a_line_has_one_box(tmp_path: Path) -> None:
     (first, second) = converted(tmp_path, "image,name,x1,y1,x2,y2", 'a,"[""cat""]",10,6,30,18', "b,[1],10,6,30,18")
     assert [obj.desc for obj in (*first, *second)] == ['["cat"]', "[1]"]
+
+
+def test_a_second_name_of_an_image_is_an_earlier_image(tmp_path: Path) -> None:
+    report = reported(tmp_path, "image,name,x,y,w,h", "a.jpg,cat,10,6,20,12", "a,cat,20,12,20,12")
+    (said,) = [one.detail for one in report.problems if one.reason == "duplicate_image"]
+    assert said == "a.jpg is the image of an earlier annotation (1 objects left out with it)"

@@ -230,7 +230,9 @@ def _targets(sources: Sequence[SourceImage], folder: Path, report: ConversionRep
                 "is an image to convert, which a converted one would overwrite; choose another out_dir", path=target
             )
         elif target in targets:
-            detail = f"{source.file} is the image of an earlier annotation in {targets[target].annotation}"
+            earlier = targets[target].annotation  # formats with one file for all images name the image here
+            detail = f"{source.file} is the image of an earlier annotation"
+            detail += "" if earlier == source.file else f" in {earlier}"
             report.skip_image(SkipReason.DUPLICATE_IMAGE, source.annotation, detail, len(source.objects))
         else:
             targets[target] = source
