@@ -283,8 +283,9 @@ def _compare(runs: tuple[Path, Path], options: EvaluationOptions, rename: Renami
     console = open_console(stderr=options.as_json)
     names = str(runs[0]), str(runs[1])
     saved = [read_answers(run) for run in runs]
-    a, b = (with_constant_score(rename(run), options.constant_score) for run in saved)
-    comparison = compare(a, b, resamples=options.resamples or RESAMPLES)
+    a, b = (rename(run) for run in saved)
+    ranked = (with_constant_score(run, options.constant_score) for run in (a, b))
+    comparison = compare(*ranked, resamples=options.resamples or RESAMPLES)
     notes = [note for run, answers in zip(saved, (a, b), strict=True) for note in rename.note(run, answers)]
     if options.as_json:
         echo(json.dumps({**comparison_json(comparison, names), **rename.about, "notes": notes}))

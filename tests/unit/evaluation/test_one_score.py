@@ -45,6 +45,20 @@ def test_a_comparison_uses_the_constant_score(tmp_path: Path, cli: Cli) -> None:
         assert ap == pytest.approx(average_precision(ranked).figures["AP"])
 
 
+def test_a_picture_of_a_comparison_has_the_objects_own_scores(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = random_answers(20, 1)
+    write_answers(answers, tmp_path / "a" / "predictions.jsonl")
+    write_answers([replace(one, pred=()) for one in answers], tmp_path / "b" / "predictions.jsonl")
+    drawn: list[dict[str, Any]] = []
+    monkeypatch.setattr("coordexp.evaluation.drawing.draw_comparison", lambda runs, *_: drawn.append(runs))
+    done = cli("evaluate", "--compare", tmp_path / "a", tmp_path / "b", "--resamples", 10, "--constant-score", 1.0,
+               "--sheet", tmp_path / "sheet.png")  # fmt: skip
+    assert done.code == 0, done.err
+    assert len({obj.score for one in drawn[0]["a"] for obj in one.pred}) > 1
+
+
 @pytest.mark.parametrize(
     ("config", "mode"),
     [
