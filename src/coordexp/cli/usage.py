@@ -70,7 +70,12 @@ class Command(TyperCommand):
                 ctx.fail(f"No such option: {option}. Write a key instead: " + " or ".join(f"{k}={value}" for k in keys))
             else:
                 words.append(word)
-        return super().parse_args(ctx, [*first, *words])
+        try:
+            return super().parse_args(ctx, [*first, *words])
+        except _UsageError as raised:
+            error: Any = raised
+            error.message = str(error.message).removeprefix("Value error, ")
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -68,6 +68,7 @@ def test_examples_are_accepted_as_written(name: str, cli: Cli) -> None:
         ("predict y.png --batch 4", "rollout_matching.decode_batch_size=4"),
         ("data complete y.jsonl --out z.jsonl --batch 4", "rollout_matching.decode_batch_size=4"),
         ("train x.yaml --max-step 3", "training.max_steps=3"),
+        ("export onnx run", "'onnx' is not one of 'coco', 'yolo'"),
         ("init data --model Qwen/Qwen3-VL-2B-Instruct", "HF_HUB_OFFLINE is set; unset it"),
     ],
 )
