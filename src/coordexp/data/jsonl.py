@@ -138,7 +138,8 @@ def _record(line: Any, path: Path, number: int) -> ImageRecord:
         raise _BadText(f"missing {', '.join(missing)}; required are {', '.join(_REQUIRED_FIELDS)} (objects may be [])")
     for name in ("width", "height"):
         if type(line[name]) is not int or not 1 <= line[name] < 1 << 31:
-            raise _BadText(f"{name} must be a positive integer, the image's size in pixels; got {_show(line[name])}")
+            expected = "a positive integer of at most 31 bits, the image's size in pixels"
+            raise _BadText(f"{name} must be {expected}; got {_show(line[name])}")
     metadata = line.get("metadata", {})
     if not isinstance(metadata, dict):
         raise _BadText(f"metadata must be a JSON object; got {_show(metadata)}")
