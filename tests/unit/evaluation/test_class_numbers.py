@@ -375,6 +375,11 @@ def test_lines_of_other_formats_are_not_taken_for_names(name: str, tmp_path: Pat
             read()
 
 
+def test_class_names_may_be_longer_together_than_the_name_of_a_file(tmp_path: Path) -> None:
+    names = tuple(f"class {k}" for k in range(80))
+    assert read_class_names(",".join(names), tmp_path) == names
+
+
 def test_class_names_are_those_of_a_checkpoints_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is a folder without a class list"):
         read_class_names(str(tmp_path), tmp_path)
