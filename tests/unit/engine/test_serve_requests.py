@@ -115,6 +115,7 @@ def test_a_prompt_without_an_image_is_refused(picture: Path) -> None:
         ([user("<image><image>")], 2, "2 images in one prompt"),
         ([{"content": "a"}], 0, "without a role"),
         ([user(3)], 0, "not 3"),
+        ([user({"type": "text", "text": "a"})], 0, "a list of parts"),
         ([user([{"type": "video"}])], 0, "must be an image or a text"),
         ([user(["text"])], 0, "must be an image or a text"),
     ],

@@ -339,7 +339,9 @@ def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
             parts += [{"type": "image"}] if position else []
             parts += [{"type": "text", "text": text}] if text else []
         return {"role": role, "content": parts}
-    for part in content if isinstance(content, list) else [content]:
+    if not isinstance(content, list):
+        raise RequestRefused(400, f"a message's content must be a text or a list of parts, not {str(content)[:200]}")
+    for part in content:
         match part:
             case {"type": "image"}:
                 parts.append({"type": "image"})
