@@ -16,7 +16,9 @@ from typing import IO
 
 import pytest
 
+from coordexp.launch import supervisor
 from coordexp.launch.plan import PLAN_JSON, LaunchPlan, ProcessPlan, ServerPlan
+from coordexp.launch.supervisor import LaunchView, Supervisor
 from support.busy import busyness
 from support.ports import free_ports
 from support.rollout_servers import all_gone, descendants, is_alive
@@ -223,6 +225,28 @@ def test_a_second_signal_ends_a_launch_at_once_whatever_came_in_between(tmp_path
             running.process.send_signal(number)
             time.sleep(1.0)
         assert running.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+
+
+def test_two_signals_while_output_is_written_end_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a user whose terminal has stopped the output."""
+
+    class Stopped(LaunchView):
+        def pass_on(self, text: str) -> None:
+            if text == "up\n":
+                for _ in range(2):
+                    launch._note_signal(signal.SIGINT, None)
+
+    trainer = "import time; print('up', flush=True); time.sleep(600)"
+    monkeypatch.setattr(supervisor, "end_descendants", lambda _grace_s: None)  # this process has others
+    pipe = os.pipe()
+    launch = Supervisor(replace(plan(tmp_path, trainer), servers=()), Stopped(sys.stdout), pipe[0])
+    try:
+        assert launch._run_and_end() == 130
+    finally:
+        launch._running["trainer"].kill()
+        launch._running["trainer"].wait()
+        for end in pipe:
+            os.close(end)
 
 
 def test_a_launch_that_a_signal_ends_says_so_whatever_torchrun_ends_with(tmp_path: Path) -> None:

@@ -184,6 +184,8 @@ class Supervisor:
 
         try:
             self._follow_trainer(math.inf, watch)
+            if trainer.returncode is None:  # two signals came while its log was shown
+                self._pause()
         except LaunchFailed:
             # A trainer that loses a server saves what it has learned and then ends by itself.
             self.view.say(f"a server ended: the trainer has {self.plan.trainer_grace_s:g} s to save and end")
