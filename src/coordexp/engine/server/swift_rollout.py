@@ -143,13 +143,14 @@ class CoordExpVllmEngine(GRPOVllmEngine):
         return _outcome(lambda: self._workers(method, **arguments))
 
     def coordexp_commit(self, **commit: Any) -> dict[str, Any]:
-        outcome = self.coordexp_call("process_weights_after_loading", **commit)
-        if "result" in outcome:
-            if (kept := cache_kept_by(self.engine)) is not None:
-                return {"error": f"a request is still running, so the engine kept its {kept} cache; restart the server"}
-            report = outcome["result"][0]
-            self._weights = WeightVersion(report["weight_version"], report["trainer_id"])
-        return outcome
+        return _outcome(lambda: self._commit(**commit))
+
+    def _commit(self, **commit: Any) -> list[dict[str, Any]]:
+        reports = self._workers("process_weights_after_loading", **commit)
+        if (kept := cache_kept_by(self.engine)) is not None:
+            raise RolloutError(f"a request is still running, so the engine kept its {kept} cache; restart the server")
+        self._weights = WeightVersion(reports[0]["weight_version"], reports[0]["trainer_id"])
+        return reports
 
     def _add_request(self, inputs: Any, generation_config: Any, request_id: str, adapter_request: Any = None) -> Any:
         ours = extra_args(str(request_id), self._class_names)
