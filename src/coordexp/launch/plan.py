@@ -382,7 +382,12 @@ def _model_check(config: RunConfig) -> Check:
     except CheckpointError as error:
         return Check("model.model", "no checkpoint", str(error))
     problem = None
-    if config.launch.server == "swift" and (files := _naming_code(checkpoint)):
+    if config.launch.server == "swift" and checkpoint.parent is not None:
+        problem = (
+            f"{checkpoint.path} has adapters, and swift rollout starts with a whole model only; merge them (coordexp "
+            "model merge), or write launch.server: coordexp"
+        )
+    elif config.launch.server == "swift" and (files := _naming_code(checkpoint.path)):
         problem = (
             f"{', '.join(files)} there name Python code (auto_map), which swift rollout runs; remove this key, or "
             "write launch.server: coordexp, which runs no code of a checkpoint"
@@ -390,11 +395,10 @@ def _model_check(config: RunConfig) -> Check:
     return Check("model.model", str(checkpoint.path), problem)
 
 
-def _naming_code(checkpoint: Checkpoint) -> list[str]:
-    """Its files, and those of the model below its adapters, by which transformers finds Python code there if it is told
-    to trust it."""
-    named = [] if checkpoint.parent is None else _naming_code(checkpoint.parent)
-    for path in sorted(checkpoint.path.glob("*config.json")):
+def _naming_code(folder: Path) -> list[str]:
+    """The files of a checkpoint by which transformers finds Python code in it, if it is told to trust it."""
+    named = []
+    for path in sorted(folder.glob("*config.json")):
         with suppress(DataError):  # not readable, which the trainer's own checks report
             content = read_json(path)
             parts = (content, *content.values()) if isinstance(content, dict) else ()

@@ -226,7 +226,10 @@ def test_the_model_is_a_checkpoint_that_coordexp_trains(tmp_path: Path, config: 
     base = {"base_model_name_or_path": str(tiny_checkpoint()), "r": 4, "peft_type": "LORA"}
     (adapters / "adapter_config.json").write_text(json.dumps(base))
     config = set_key(config, "model.model", str(adapters))
-    assert check_named("model.model", tmp_path, config) == Check("model.model", str(adapters))
+    ours, swifts = (set_key(config, "launch.server", server) for server in ("coordexp", "swift"))
+    assert check_named("model.model", tmp_path, ours) == Check("model.model", str(adapters))
+    check = check_named("model.model", tmp_path, swifts)
+    assert "has adapters, and swift rollout starts with a whole model only" in str(check.problem)
 
 
 @pytest.mark.parametrize("file", ["config.json", "processor_config.json"])
