@@ -338,8 +338,8 @@ class SoundPrompt(LogitsProcessor):
 
 class AnswerStates(Generic[State]):
     """A state for each answer of a batch, carried on from token to token. Rows of the batch are sequences or beams,
-    which change rows and split from step to step, so an answer is identified by its tokens. ``prompt_length`` counts
-    the padded prompt, which is not read."""
+    which change rows and split from step to step: where rows changed, an answer is identified by its tokens.
+    ``prompt_length`` counts the padded prompt, which is not read."""
 
     def __init__(
         self, start: State, after: Callable[[State, int], State | None], eos_id: int, prompt_length: int
@@ -348,23 +348,28 @@ class AnswerStates(Generic[State]):
         self._start, self._after = start, after
         self._eos_id = eos_id
         self._prompt_length = prompt_length
-        self._of: dict[tuple[int, ...], State | None] = {}
+        self._answers = torch.empty(0)
+        self._states: list[State | None] = []
 
     def __call__(self, input_ids: torch.Tensor) -> list[State | None]:
         """The state of each row; None if its turn is over and padding follows."""
-        answers = [tuple(answer) for answer in input_ids[:, self._prompt_length :].tolist()]
-        states = [self._state(answer) for answer in answers]
-        self._of = dict(zip(answers, states, strict=True))
+        answers = input_ids[:, self._prompt_length :].clone()  # the caller may write into its own
+        states: list[State | None] = [self._start] * len(answers)
+        if answers.shape[1]:
+            before = answers[:, :-1]
+            states = self._states if torch.equal(before, self._answers) else self._moved(before)
+            tokens = answers[:, -1].tolist()
+            states = [self._next(state, token) for state, token in zip(states, tokens, strict=True)]
+        self._answers, self._states = answers, states
         return states
 
-    def _state(self, answer: tuple[int, ...]) -> State | None:
-        if not answer:
-            return self._start
-        try:
-            before = self._of[answer[:-1]]
-        except KeyError:
-            before = self._state(answer[:-1])
-        return None if before is None or answer[-1] == self._eos_id else self._after(before, answer[-1])
+    def _moved(self, answers: torch.Tensor) -> list[State | None]:
+        # The states of answers that the last call had in other rows.
+        known = dict(zip(map(tuple, self._answers.tolist()), self._states, strict=True))
+        return [known[answer] for answer in map(tuple, answers.tolist())]
+
+    def _next(self, state: State | None, token: int) -> State | None:
+        return None if state is None or token == self._eos_id else self._after(state, token)
 
 
 class RepetitionStopProcessor(LogitsProcessor):
