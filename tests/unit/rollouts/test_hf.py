@@ -14,7 +14,7 @@ from coordexp.modeling.load import LoadedModel
 from coordexp.records import Rollout, RolloutRequest
 from coordexp.rollouts import DatasetSeeds, RolloutRound, SeedContext
 from coordexp.rollouts.answer_state import AnswerGrammar
-from coordexp.rollouts.hf import HFBackend, RepetitionStopProcessor, sampling_processors
+from coordexp.rollouts.hf import AnswerStates, HFBackend, RepetitionStopProcessor, sampling_processors
 from coordexp.rollouts.hf_drafting import DraftedAnswer
 from coordexp.rollouts.repeat_guard import ObjectKeyReader, RepeatGuard
 from support.settings import decoding, first_trigger
@@ -398,6 +398,22 @@ def test_padding_after_the_end_is_not_a_repetition() -> None:
     for length in range(1, 6):
         ids = torch.tensor([[1, 2, EOS, EOS, EOS, EOS], [1, 2, 3, 4, 5, 6]])[:, :length]
         assert torch.equal(stop(ids, scores), scores)
+
+
+def test_states_follow_answers_and_whole_answers_are_read_only_where_rows_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states, moves = AnswerStates(0, lambda state, token: state + token, EOS, prompt_length=1), []
+    move = AnswerStates._moved
+    monkeypatch.setattr(AnswerStates, "_moved", lambda self, answers: moves.append(len(answers)) or move(self, answers))
+    ids = torch.tensor([[9], [9]])
+    assert states(ids) == [0, 0]
+    for tokens, found in (([1, 2], [1, 2]), ([3, EOS], [4, None]), ([5, EOS], [9, None])):
+        ids = torch.cat([ids, torch.tensor(tokens)[:, None]], 1)
+        assert states(ids) == found
+    assert not moves
+    assert states(torch.cat([ids[[1, 0]], torch.tensor([[EOS], [6]])], 1)) == [None, 15]
+    assert moves == [2]
 
 
 def test_object_keys_end_an_answer(loaded: LoadedModel) -> None:
