@@ -55,6 +55,28 @@ MEASURING = (
     *_keys("rollout_matching", "eval_detection offload.enabled rollout_backend decode_mode num_beams max_new_tokens"),
     *_keys("rollout_matching", "repetition_penalty decoding repeat_terminate"),
 )
+# Keys of earlier versions that changed nothing of it either, and the values of those and others by which a run did what
+# each run does now.
+GONE_HARMLESS = (
+    *_keys("training", "ddp_backend ddp_bucket_cap_mb eval_delay logging_dir logging_first_step save_on_each_node"),
+    *_keys("training", "torch_empty_cache_steps"),
+    *_keys("fsdp", "activation_checkpointing cpu_offload reshard_after_forward"),
+    *_keys("rollout_matching.vllm", "async_scheduling disable_custom_all_reduce enable_prefix_caching"),
+    *_keys("rollout_matching.vllm", "limit_mm_per_prompt max_num_batched_tokens max_num_seqs"),
+)
+GONE_AS_NOW: dict[str, Any] = {
+    "data.augment.min_visible": 0.3,
+    **{"training.eval_delay": 0, "training.logging_first_step": False, "training.save_on_each_node": False},
+    **{"fsdp.activation_checkpointing": False, "fsdp.cpu_offload": False, "fsdp.reshard_after_forward": True},
+    "rollout_matching.coord_decode_mode": "exp",
+    "rollout_matching.monitor_dump.dump_first_step": True,
+    "rollout_matching.monitor_dump.min_free_gb": 2,
+    "rollout_matching.monitor_dump.only_world_process_zero": True,
+    "rollout_matching.vllm.disable_custom_all_reduce": True,
+    "rollout_matching.vllm.enable_prefix_caching": True,
+    "rollout_matching.vllm.limit_mm_per_prompt": {"image": 1, "video": 0},
+    "stage2_ab.coord_decode_mode": "exp",
+}
 ABSENT = "(no such key)"
 
 
@@ -73,13 +95,16 @@ class Change:
 
 def changes(earlier: Mapping[str, Any], config: RunConfig) -> Iterator[Change]:
     """Every key of ``config`` that differs from ``earlier``, a checkpoint's ``resolved_config.yaml`` as plain data. A
-    key that ``earlier`` lacks, as an older version wrote it, counts as its default; a null one that no longer exists
-    was not set."""
-    harmless = HARMLESS if config.custom.trainer_variant is not None else (*HARMLESS, "rollout_matching")
+    key that ``earlier`` lacks, as an older version wrote it, counts as its default; one that no longer exists is no
+    difference if it was null, or said what is done now."""
+    harmless = (*HARMLESS, *GONE_HARMLESS)
+    harmless += () if config.custom.trainer_variant is not None else ("rollout_matching",)
+    done_now = {**GONE_AS_NOW, "training.greater_is_better": config.training.more_is_better}
     now = config.model_dump(mode="json")
     for path, was, is_now in _differences(_with_defaults(RunConfig, earlier), now, ()):
         key = dotted(path)
-        if key not in OF_THE_START:
+        same = is_now is _NOTHING and key in done_now and was == done_now[key]
+        if key not in OF_THE_START and not same:
             allowed = any(_is_within(key, one) for one in harmless) and not _moves_seeds(key, was, is_now, config)
             yield Change(key, _shown(was), _shown(is_now), allowed)
 
@@ -132,7 +157,8 @@ def _with_defaults(section: type[StrictModel], data: Mapping[str, Any]) -> dict[
     )
     for key, field in section.model_fields.items():
         inner = section_of(field.annotation)
-        if key not in whole and not field.is_required():
+        was_null = whole.get(key, _NOTHING) is None and field.default == {}  # an empty mapping, in earlier versions
+        if was_null or (key not in whole and not field.is_required()):
             whole[key] = to_jsonable_python(field.get_default(call_default_factory=True))
         elif inner is not None and isinstance(whole.get(key), dict):
             whole[key] = _with_defaults(inner, whole[key])

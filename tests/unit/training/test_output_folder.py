@@ -16,7 +16,7 @@ from coordexp.checkpoints.run_folder import MANIFEST
 from coordexp.config import load_config
 from coordexp.config.base import parse_dotted, section_of
 from coordexp.config.engine_args import ENGINE_ARGS
-from coordexp.config.resume import HARMLESS, changes
+from coordexp.config.resume import GONE_AS_NOW, HARMLESS, changes
 from coordexp.config.schema import RunConfig
 from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl, write_jsonl
@@ -26,6 +26,7 @@ from coordexp.training.checked_run import check_run
 from coordexp.training.run import run_training
 from support.tiny_run import Killed, kill_at, run_config, tiny_checkpoint, tiny_scenes, train
 
+ROOT = Path(__file__).parents[3]
 SAVING: dict[str, Any] = {"training__save_strategy": "steps", "training__save_steps": 1}
 RESUMING: dict[str, Any] = SAVING | {"training__resume_from_checkpoint": True}
 
@@ -222,3 +223,23 @@ def test_every_harmless_key_exists() -> None:
         for part in parse_dotted(own):
             assert section is not None and part in section.model_fields, key
             section = section_of(section.model_fields[part].annotation)
+
+
+def test_keys_of_an_earlier_version_that_did_what_is_done_now_are_no_changes() -> None:
+    run = load_config(ROOT / "configs" / "stage2_rollout_aligned" / "colocate.yaml")
+    earlier = run.model_dump(mode="json")
+    assert not list(changes(earlier, run))
+    for key, value in {**GONE_AS_NOW, "training.greater_is_better": True}.items():  # of rollout/f1
+        *sections, last = parse_dotted(key)
+        section: Any = earlier
+        for part in sections:
+            section = section.get(part) or {}  # without augment and stage2_ab, as that version wrote it
+        section[str(last)] = value
+    vllm = earlier["rollout_matching"]["vllm"]
+    vllm |= {"engine_args": None, "max_num_seqs": 64}  # as 0.1.0 wrote them
+    assert [(one.key, one.harmless) for one in changes(earlier, run)] == [("rollout_matching.vllm.max_num_seqs", True)]
+    earlier["rollout_matching"]["coord_decode_mode"] = "st"
+    earlier["training"] |= {"greater_is_better": False, "eval_delay": 3.0}
+    found = {one.key: one.harmless for one in changes(earlier, run) if "vllm" not in one.key}
+    decided = {"rollout_matching.coord_decode_mode": False, "training.greater_is_better": False}
+    assert found == {**decided, "training.eval_delay": True}
