@@ -129,10 +129,9 @@ def evaluate(
 
     answers, limit = whole_number("answers", answers), None if limit is None else whole_number("limit", limit)
     path, checkpoint, jsonl = (None if given is None else Path(given) for given in (config, model, data))
-    arguments = _arguments(overrides)
-    if config is None and arguments:
+    if config is None and overrides:
         raise ConfigError("overrides belong to a configuration; name one")
-    run, checkpoint = evaluated_run(path, checkpoint, jsonl, arguments)
+    run, checkpoint = evaluated_run(path, checkpoint, jsonl, overrides=overrides)
     if checkpoint is not None:
         checkpoint = model_folder(checkpoint)
     elif isinstance(run, RunConfig):
@@ -144,7 +143,7 @@ def evaluate(
         from coordexp.modeling.load import no_progress_bars
 
     names = checked_class_names(classes, checkpoint or run.model.model)
-    with_several_answers(AnswerConfig.of_run(run), answers, arguments)
+    with_several_answers(AnswerConfig.of_run(run), answers, _arguments(overrides))
     with no_progress_bars():
         return run_evaluation(
             run, _console(quiet), model=checkpoint, data=jsonl, limit=limit, output=None if out is None else Path(out),
@@ -153,14 +152,19 @@ def evaluate(
 
 
 def evaluated_run(
-    config: Path | None, model: Path | None, data: Path | None, arguments: Sequence[str] = (), prefix: str = ""
+    config: Path | None,
+    model: Path | None,
+    data: Path | None,
+    arguments: Sequence[str] = (),
+    prefix: str = "",
+    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[RunConfig | EvaluationConfig, Path | None]:
     """The run to evaluate, of a YAML, or of the card of ``model``, which is then fetched if it is of the hub; and the
-    checkpoint in place of the run's own. Raises ConfigError if something is not there; ``prefix``: of ``model`` and
-    ``data`` in its text."""
+    checkpoint in place of the run's own. ``overrides`` are values on top of the YAML, ``arguments`` words. Raises
+    ConfigError if something is not there; ``prefix``: of ``model`` and ``data`` in its text."""
     models = {} if model is None else {f"{prefix}model": model}
     if config is not None:
-        run = load_config(config, in_place_of_validation(data), arguments)
+        run = load_config(config, in_place_of_validation(data) | checked_overrides(overrides), arguments)
         models = models or {"model.model": run.model.model}
     elif model is not None:
         check_paths(models, {f"{prefix}data": data})

@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import coordexp
 from coordexp import CompletionRules, complete, convert, evaluate, tile, train
+from coordexp.api import evaluated_run
 from coordexp.config import load_config
 from coordexp.data.files import asset
 from coordexp.data.jsonl import read_jsonl
@@ -97,6 +98,15 @@ def test_a_run_has_metrics_history_and_a_checkpoint(tmp_path: Path, capsys: pyte
             call(config, words)
     with pytest.raises(ConfigError, match="is not a mapping of keys to values"):
         complete(load_config(config).custom.train_jsonl[0].path, tmp_path / "out.jsonl", config=config, overrides=words)
+
+
+def test_overrides_of_an_evaluation_are_values_not_words_of_a_command_line() -> None:
+    config, words = asset("configs/demo/stage1.yaml"), "Detect 😀 for ${price}."
+    found = {"model.model": str(asset("checkpoints/demo-stage1")), "custom.val_jsonl": str(config)}
+    run, _ = evaluated_run(config, None, None, overrides={"template.prompt": words, **found})
+    assert run.template.prompt == words
+    with pytest.raises(ConfigError, match=r"training\.max_stepz \(override\): unknown key"):
+        evaluate(config, {"training.max_stepz": 3})
 
 
 def test_a_runs_configuration_has_the_prompt_that_it_was_trained_with(tmp_path: Path) -> None:
