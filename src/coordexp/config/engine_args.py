@@ -28,6 +28,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "boolean": (bool,), "integer": (int,), "number": (int, float), "array": (list,),
     "object": (dict,),
 }  # fmt: skip
+_FROM_1 = ("max_num_batched_tokens", "max_num_seqs")  # vLLM refuses less, after the model is loaded
 
 
 def _known(given: dict[str, Any]) -> dict[str, Any]:
@@ -40,12 +41,17 @@ def _known(given: dict[str, Any]) -> dict[str, Any]:
         fits = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
         if value is not None and not fits:
             raise ValueError(f"{name}: expected {kind}, got {value!r}")
+        if name in _FROM_1 and value is not None and value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
     return given
 
 
 _SCHEMA = {
     "type": "object",
     "additionalProperties": False,
-    "properties": {name: {"type": [kind, "null"]} for name, kind in ENGINE_ARGS.items()},
+    "properties": {
+        name: {"type": [kind, "null"], **({"minimum": 1} if name in _FROM_1 else {})}
+        for name, kind in ENGINE_ARGS.items()
+    },
 }
 EngineArgs = Annotated[dict[str, Any], AfterValidator(_known), WithJsonSchema(_SCHEMA)]

@@ -23,6 +23,7 @@ KEY = "rollout_matching.vllm.engine_args"
     [
         ({"attention_backend": 1}, "attention_backend: expected string, got 1"),
         ({"block_size": True}, "block_size: expected integer, got True"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected at least 1, got 0"),
         ({"enable_chunked_prefill": 1}, "enable_chunked_prefill: expected boolean, got 1"),
         ({"compilation_config": 3}, "compilation_config: expected object, got 3"),
         ({"atention_backend": "FLASH_ATTN"}, "did you mean 'attention_backend'?"),
