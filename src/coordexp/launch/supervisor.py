@@ -191,7 +191,7 @@ class Supervisor:
             self.view.say(f"a server ended: the trainer has {self.plan.trainer_grace_s:g} s to save and end")
             self._follow_trainer(self.plan.trainer_grace_s, self._pause)
             raise
-        code = exit_code(trainer.returncode)
+        code = exit_code(trainer.wait(0))  # it has ended
         self.view.say(f"trainer ended with exit code {code}")
         return code
 
