@@ -164,6 +164,7 @@ def step_of(config: RunConfig, args: Any, model: Any, task: Any, folder: Path) -
     run: Any = SimpleNamespace(
         model=wrapped, optimizer=optimizer, scheduler=build_scheduler(optimizer, args, 10),
         accelerator=OneFakeGPU(), shards=False, is_deepspeed=False,
+        together=lambda where: nullcontext(lambda: None),
         progress=SimpleNamespace(global_step=0),
         sums=SimpleNamespace(add=lambda metrics: None, count_step=lambda channel, has_slots: None),
     )  # fmt: skip

@@ -223,7 +223,7 @@ def test_a_push_waits_for_running_answers(client: ServerClient, trainer: LoadedM
     ("change", "status", "message"),
     [
         ({"images": ["/no/such/file.png"]}, 400, "image not found"),
-        ({"messages": [{"role": "user", "content": 3}]}, 400, "content is int"),
+        ({"messages": [{"role": "user", "content": 3}]}, 400, "content must be a text or a list of parts, not 3"),
         ({"videos": ["a.mp4"]}, 422, "videos"),
     ],
     ids=["no file", "content", "video"],
