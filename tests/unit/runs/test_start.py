@@ -81,6 +81,7 @@ def test_other_schedules_resume(
     """The last one saves the model of a run that ended between its last checkpoint and its model."""
     checkpoint = trained(configured(tmp_path, model, **was), step, 252, epoch)
     start = decide_start(configured(tmp_path, model, **now))
+    start.check_steps(252)
     assert start.checkpoint == checkpoint
     assert [one.key for one in start.applied] == ([] if was == now else [f"training.{next(iter(now))}"])
 
