@@ -56,6 +56,15 @@ class Calibration:
         return 1 / (1 + math.exp(-max(-50.0, min(50.0, self.slope * logit(raw) + self.intercept))))
 
 
+def check_calibrates(answers: int, tiles: object, constant_score: float | None) -> None:
+    """Raise ConfigError unless an evaluation has the confidences to which a calibration is fitted."""
+    if answers > 1 or tiles is not None or constant_score is not None:
+        raise ConfigError(
+            "calibrate: fits the confidences of single answers to whole images; leave out tiles, answers and "
+            "--constant-score"
+        )
+
+
 def logit(probability: float) -> float:
     clamped = min(1 - _LEAST, max(_LEAST, probability))
     return math.log(clamped / (1 - clamped))

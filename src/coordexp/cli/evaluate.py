@@ -158,6 +158,10 @@ def _check_options(options: EvaluationOptions, kind: str, arguments: Sequence[st
         refuse_idle([*unused, "KEY=VALUE"][0], True, f"belongs to {' or '.join(users)}")
     if options.data is not None and any(word.startswith("custom.val_jsonl=") for word in arguments):
         raise ConfigError("--data and custom.val_jsonl both name the dataset to evaluate on; give one of them")
+    if options.calibrate:
+        from coordexp.checkpoints.card import check_calibrates
+
+        check_calibrates(options.answers, options.tiles, options.constant_score)
     idle = options.embedder is None and options.embedding_threshold is not None
     refuse_idle("--embedding-threshold", idle, "belongs to --embedder")
 

@@ -307,9 +307,8 @@ def export(
             say(console, f"note: {len(refused)} images were not placed next to the annotations:\n  {lines}")
     options = {
         "coco": {"completed": completed if of_dataset else None, "originals": originals},
-        "yolo": {"scores": scores},
-        "yolo-obb": {"scores": scores},
         "voc": {"fractions": fractions},
+        **{key: {"scores": scores} for key in yolo},
     }.get(form, {})
     exported = FORMATS[form](answers, out, terms, **options)
     if completed and form != "coco":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -91,7 +91,7 @@ class Ledger:
     repeats_b: Share
 
 
-# What each share of a ledger is of what, as counts of an image.
+# Each share of a ledger as two counts of an image: a part, and the whole that it is of.
 _PARTS = {
     "kept": ("kept", "found"),
     "lost": ("lost", "found"),
@@ -222,7 +222,7 @@ def _image_weights(generator: np.random.Generator, images: int, resamples: int) 
 
 
 def _shares(
-    names: Iterable[str], changes: Sequence[Mapping[str, float]], weights: Iterable[np.ndarray]
+    names: Collection[str], changes: Sequence[Mapping[str, float]], weights: Iterable[np.ndarray]
 ) -> dict[str, Share]:
     """Shares of :class:`Ledger` by name. ``weights``: of all resamples, in parts of (R, N)."""
     columns = {key: np.array([one[key] for one in changes], np.float64) for name in names for key in _PARTS[name]}

@@ -107,7 +107,7 @@ def judged(
 
 
 def count_image(answer: ImageAnswer, threshold: float = IOU_THRESHOLD) -> ImageCounts:
-    """The counts of one answer, of what is :func:`judged`."""
+    """The counts of one answer's objects that are :func:`judged`."""
     objects, truth, assign = judged(answer, threshold)
     matched = assign(True)
     unmatched = sorted(set(range(len(objects))) - {i for i, _, _ in matched})

@@ -39,7 +39,7 @@ class Asking:
         return config
 
     def settings(self, config: AnswerConfig) -> dict[str, Any]:
-        """What answers depend on besides the model and its images, as JSON; None for what has no effect."""
+        """The settings on which answers depend, besides model and images, as JSON; None for one without effect."""
         rollout = config.rollout_matching
         # Number types of an engine, if they are not the model's.
         dtype, cache = config.model.dtype, "auto"

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from coordexp import distributed
-from coordexp.checkpoints.card import read_card, with_own_template, write_card
+from coordexp.checkpoints.card import check_calibrates, read_card, with_own_template, write_card
 from coordexp.checkpoints.fingerprints import fingerprint
 from coordexp.config import RunConfig, resolved_rollout
 from coordexp.config.resolved import AnswerConfig, EvaluationConfig
@@ -77,11 +77,8 @@ def run_evaluation(
     ``overwrite``: also replace the evaluation of something else. Raises ConfigError, DataError, CheckpointError or
     VocabError before weights are loaded.
     """
-    if calibrate and (asking.tiling is not None or asking.answers > 1 or constant_score is not None):
-        raise ConfigError(
-            "calibrate: confidences of single answers to whole images are fitted; leave out tiles, answers and "
-            "--constant-score"
-        )
+    if calibrate:
+        check_calibrates(asking.answers, asking.tiling, constant_score)
     if calibrate and (name := name_of(model or config.model.model)) is not None:
         raise ConfigError(
             f"calibrate: a calibration is stored with the model, and {name} is in the hub's cache; copy it first: "

@@ -64,9 +64,9 @@ def inference_config(
     seed: int | None = None,
     temperature: float | None = None,
 ) -> AnswerConfig:
-    """A configuration for answers of ``model``, greedy without a ``temperature``. What is None has the value of the
-    model's own run, as on its card. ``model.model`` is a folder. ``arguments`` (``key.path=value``) override the rest.
-    Raises CheckpointError for no such model or no readable card, ConfigError for a value that the schema refuses."""
+    """A configuration for answers of ``model``, greedy without a ``temperature``. An option that is None has the value
+    of the model's own run, as on its card. ``model.model`` is a folder. ``arguments`` (``key.path=value``) override the
+    rest. Raises CheckpointError for no such model or no readable card, ConfigError for a value that is refused."""
     folder = model_folder(model)
     Checkpoint.open(folder)
     own = training_of(folder)

@@ -286,7 +286,7 @@ def _read(source: Any, path: Path, what: str) -> Any:
 
 @contextmanager
 def _reading(path: Path, what: str) -> Iterator[None]:
-    """CheckpointError for whatever a library raises that cannot read a checkpoint's files."""
+    """Raises CheckpointError for any error of a library that cannot read a checkpoint's files."""
     try:
         yield
     except ImportError:

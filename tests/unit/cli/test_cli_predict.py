@@ -131,7 +131,7 @@ def test_several_answers_have_no_use_for_saved_predictions(tmp_path: Path, cli: 
     data = write_scenes(tmp_path / "scenes", 1, SPARSE, 77)
     for option in (("--answers", 2), ("--tiles", 64), ("--constant-score", 1)):
         refused = cli("evaluate", "--model", DEMO, "--data", data, "--calibrate", *option)
-        assert refused.code == 2 and "calibrate: confidences of single answers to whole images" in refused.err
+        assert refused.code == 2 and "calibrate: fits the confidences of single answers to whole images" in refused.err
 
 
 def test_predict_with_class_names(tmp_path: Path, cli: Cli) -> None:
@@ -230,6 +230,7 @@ def test_two_runs_are_compared(tmp_path: Path, cli: Cli) -> None:
         (("evaluate", "saved", "--resamples", "10"), "--resamples has no use here; it belongs to --compare"),
         (("evaluate", "--compare", "saved", "saved", "--resamples", "99999999999999999999"), "equal to 1000000"),
         (("evaluate", "--model", "m", "--print", "--resamples", "10"), "--resamples has no use here"),
+        (("evaluate", "--model", "m", "--print", "--calibrate", "--tiles", "64"), "leave out tiles"),
         (("evaluate", "--model", "m", "--print", "--embedding-threshold", "0.5"), "it belongs to --embedder"),
         (("doctor", "--timeout", "inf"), "equal to 1000000"),
         (("model", "tiny", "saved/tiny", "--seed", "4294967296"), "equal to 4294967295"),
